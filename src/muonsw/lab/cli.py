@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str, str]] = {
     "compare": ("commands.training", "Compare", "train a model under several decay rules and compare the results"),
     "reproduce": ("commands.reproduce", "Reproduce", "run a study of the paper and check its claims"),
     "plan": ("plan", "Plan", "compute size, FLOPs, memory, hours and traffic of a run"),
-    "advise": ("advise", "Advise", "tell whether decay matters in a run, and which lambda to try"),
+    "advise": ("advise", "Advise", "predict whether decay matters in a run, and which lambda to try"),
     "data": ("commands.data", "Data", "prepare training data, or verify it"),
     "train": ("commands.training", "Train", "train a model, or resume a run that was stopped"),
     "task": ("commands.training", "TaskCommand", "check your own task, or write a file to start from"),

@@ -238,7 +238,8 @@ def refuse_too_much_decay(config: RunConfig, optimizer: OptimizerConfig) -> None
     """Refuse a lambda that would remove more than the entire weight in one step."""
     if (share := max(decay_factors(config, optimizer))) > 1.0:
         settings = f"{optimizer.decay} decay with weight_decay={optimizer.weight_decay:g} at lr={optimizer.lr:g}"
-        raise UsageError(f"{settings} would take {share:.3g} times the weight in one step: lower one of them")
+        remedy = "lower lambda or the learning rate"
+        raise UsageError(f"{settings} would remove {share:.3g} times the weight in one step: {remedy}")
 
 
 @lru_cache(maxsize=2)  # every arm of a long run needs it
@@ -531,7 +532,7 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
     known = [arm for arm in outcome.arms if not math.isnan(arm.total_decay)]  # not rules that depend on gradients
     totals = ", ".join(f"{arm.total_decay:.2g} ({arm.name!r})" for arm in known)
     if known and all(arm.total_decay < IDLE for arm in outcome.arms):
-        idle = f"Too short for decay to matter: total decay is below {IDLE:g}, {totals}."
+        idle = f"Too short for decay to matter: total decay is {totals}, below {IDLE:g}."
         lines.append(f"{idle} Raise lambda or train longer.")
     elif known:
         lines.append(f"Decay matters in this run: total decay is {totals}.")

@@ -413,7 +413,7 @@ def diagnose(run: Run, *, scope: str = "") -> Diagnosis:
 
 
 TABLE_NOTE = (
-    "norm: RMS of the weights, and as a share of its peak; r*: the norm at which it would settle at the present "
+    "norm: RMS of the weights, and as a share of its maximum; r*: the norm at which it would settle at the present "
     "learning rate; total decay: the sum of the shares of a weight that decay removes in each step."
 )
 
@@ -441,7 +441,7 @@ def print_diagnosis(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
             )
             shown = (f"{number:.3g}" if math.isfinite(number) else None for number in numbers)
             rows.append((f"{name} {part.scope}" if len(diagnoses) > 1 else part.scope, *shown))
-    titles = ("norm", "of its peak", "r*", "total decay", "update/weight")
+    titles = ("norm", "of its maximum", "r*", "total decay", "update/weight")
     columns = [Column("weights"), *(Column(title, number=True) for title in titles)]
     print_table(console, Table("norms", "Weight norms", columns, rows, TABLE_NOTE))
 

@@ -45,7 +45,7 @@ class Reproduce(ManyRuns):
     dry_run: Flag = False
     """Print runs, tokens, FLOPs and hours, and train nothing."""
     data: Annotated[Path | None, unset(metavar="DIR")] = None
-    """Prepared tokens. Default: the Python standard library, in out/data. Scale paper needs GPT-2 tokens."""
+    """Prepared tokens; scale paper needs GPT-2 tokens. Default, at scale cpu only: the Python standard library."""
     out: Annotated[Path | None, unset(metavar="DIR")] = None
     """Folder for claims, figures and page, next to runs-SCALE. Default: out/NAME-SCALE; out/NAME if nothing trains."""
     seeds: Annotated[int | None, unset(metavar="N")] = None

@@ -303,7 +303,7 @@ class Compare(ManyRuns, RunOptions):
             raise UsageError(f"--arms must name at least two different arms, got {', '.join(self.arms)}")
         scaled = [arm for arm in arms if arm.optimizer.decay == SCALED]
         if self.control and not scaled:
-            raise UsageError("--control needs a scaled arm, whose total it takes")
+            raise UsageError("--control needs a scaled arm, because it copies that arm's total decay")
         if self.control and not scaled[0].optimizer.weight_decay:
             raise UsageError("--control needs a scaled arm that decays: give --weight-decay above zero")
         for arm in arms:

@@ -37,7 +37,9 @@ from muonsw.lab.train.config import RunConfig
 GROUP = "scaled, group peak"
 GROUP_CONTROL = "constant, group peak's total"
 BEYOND = "beyond the paper"
-SMALLER = "a short run with raised lambda: its gain need not be the paper's"
+SMALLER = (
+    "lambda is raised so that decay acts in a short run as in a long one; gains in loss may differ from the paper's"
+)
 SAME_RUNS = "the same weights and batches for every arm"
 SAME_LAMBDA = "the same weights, batches, learning rate and lambda for both rules"
 NEGATIVE = Tolerance(0.0, "the whole interval must lie below zero")

@@ -122,8 +122,8 @@ def require_decay_below_one(optimizer: torch.optim.Optimizer, multiple: Callable
         phi = max(decay_factors(rule, lam, rates, eta_max({**group, "resolved_peak_lr": lr}) or 0.0))
         if phi > 1:
             size = f"a peak learning rate of {lr:g} with weight_decay={lam:g} (decay {rule!r})"
-            fix = "lower optimizer.lr or optimizer.weight_decay"
-            raise ValueError(f"{size} would take {phi:g} times the weight in one step: {fix}")
+            fix = "lower lambda or the learning rate"
+            raise ValueError(f"{size} would remove {phi:g} times the weight in one step: {fix}")
 
 
 class Evaluation(NamedTuple):
