@@ -87,6 +87,7 @@ def test_copies_of_shards_share_their_costs():
         ({"tokens": "12 Q"}, "197B"),
         ({"tokens": "1M", "setup": Setup(6, "fsdp", replicas=4)}, "multiple of replicas=4"),
         ({"tokens": "1M", "setup": Setup(8, replicas=2)}, "needs strategy fsdp or ep"),
+        ({"tokens": "1M", "setup": Setup(8, "ep", "rows")}, "experts=rows needs strategy fsdp"),
         ({"tokens": "1M", "setup": Setup(8, tflops=0.0)}, "tflops=0.0 must be positive"),
     ],
 )

@@ -200,6 +200,8 @@ class Setup:
             raise ValueError(f"gpus={self.gpus} must be a positive multiple of replicas={self.replicas}")
         if self.replicas > 1 and self.strategy == "ddp":
             raise ValueError(f"replicas={self.replicas} needs strategy fsdp or ep: ddp has a copy on every GPU")
+        if self.experts == "rows" and self.strategy != "fsdp":
+            raise ValueError(f"experts=rows needs strategy fsdp, not {self.strategy}")
 
     @property
     def shards(self) -> int:
