@@ -127,6 +127,8 @@ def test_without_a_lambda_the_formula_gives_one(monkeypatch, capsys):
     base, epochs, printed = run()
     assert math.fsum(decay_factors(base, base.optimizer)) == pytest.approx(more_decay("scaled", epochs), rel=0.05)
     assert f"lambda {base.optimizer.weight_decay:g}, " in printed
+    slow, *_ = run("--arms", "scaled,lr=0.01", "constant,lr=0.01")
+    assert slow.optimizer.weight_decay == pytest.approx(2 * base.optimizer.weight_decay, rel=0.05)
     assert run("--weight-decay", "5")[0].optimizer.weight_decay == 5.0
     assert run("--steps", "4")[0].optimizer.weight_decay == 1.0, "no lambda acts in four steps: the preset's stays"
 
@@ -210,6 +212,15 @@ def test_a_comparison_has_metrics_in_its_table_verdict_numbers_and_page(tmp_path
         assert [row["final_loss"] for row in recorded] == [run.final_loss for run in arm_runs]
         assert [row["final.accuracy"] for row in recorded] == pytest.approx(ends[arm], abs=2e-5)
     assert {(row["torch"], row["task"], row["weight_decay"]) for row in rows} == {(version("torch"), str(path), 0.5)}
+
+
+def test_the_routing_shown_is_that_of_the_first_arm(tmp_path, capsys):
+    arms = ["constant,algorithm=adamw", "scaled,algorithm=adamw"]
+    assert main(["compare", "--task", str(task_file(tmp_path)), "--arms", *arms, *SHORT]) == 0
+    printed = capsys.readouterr().out
+    routing = printed[printed.index("group  role") : printed.index("state:")]
+    assert "adamw" in routing
+    assert "muon" not in routing
 
 
 def test_settings_of_the_file_hold_unless_the_command_line_has_others(tmp_path):

@@ -254,15 +254,16 @@ class Compare(ManyRuns, RunOptions):
         # One thread per run: results then do not depend on the number of workers.
         threads = {"threads": 1} if self.cluster.device_type(self.device) == "cpu" else {}
         base, checked = self.run_config(sorted((self.out / "runs").glob("*")), **threads)
-        self._arms(base)  # raises before tokens are prepared
-        base = self.prepare(console, base, checked)
+        first, *_ = self._arms(base)  # raises before tokens are prepared
+        shown = replace(base, optimizer=first.optimizer)
+        base = replace(self.prepare(console, shown, checked), optimizer=base.optimizer)
         if self.task is not None:
             subject, seen = Path(self.task).name, counted(base.batch, "sample")
         else:
             prepared = "Python's standard library" if self.data is None else str(self.data)
             subject = ", ".join(Path(path).name or path for path in self.text) or prepared
             epochs = base.steps * base.tokens_per_step / read_record(Path(base.tokens.path)).tokens("train")
-            base = self._with_lambda(console, base, epochs)
+            base = self._with_lambda(console, base, first, epochs)
             seen = f"{counted(base.tokens_per_step, 'token')} ({epochs:.2f} epochs)"
         arms, length = self._arms(base), f"{counted(base.steps, 'step')} of {seen}"
         workers = self.at_once(self.seeds * (len(arms) + self.control), self.device)
@@ -286,9 +287,10 @@ class Compare(ManyRuns, RunOptions):
         self.add_to_record(console, ended, study="tasks" if self.task else "compare")
         return 0
 
-    def _with_lambda(self, console: Console, base: RunConfig, epochs: float) -> RunConfig:
-        """Set the formula's lambda unless the user gave one; print which lambda is used and whether it fits."""
-        advice = advice_for(base, replace(base.optimizer, decay=SCALED), epochs)
+    def _with_lambda(self, console: Console, base: RunConfig, first: Arm, epochs: float) -> RunConfig:
+        """Set the formula's lambda for the first arm unless the user gave one; print it and whether it fits."""
+        judged = replace(first.optimizer, decay=SCALED, weight_decay=base.optimizer.weight_decay)
+        advice = advice_for(base, judged, epochs)
         if self.weight_decay is None and advice.low is not None and advice.high is not None:
             # The formula is good for two digits; from a range, take the geometric mean.
             lam = float(f"{math.sqrt(advice.low * advice.high):.2g}")
