@@ -51,6 +51,7 @@ def test_list_shows_every_experiment(capsys):
         (["theory/matrx"], "did you mean 'matrix'"),
         ([], "missing study name: one of theory"),
         (["main-table", "--scale", "paper"], "needs --data DIR with GPT-2 tokens"),
+        (["theory", "--scale", "mini"], "theory has only one size: leave --scale out"),
         (["main-table", "--scale", "mini"], "make them with `muonsw data prepare DIR --source fineweb --vocab 4096"),
         (["main-table", "--seeds", "0"], "--seeds must be at least 1"),
         (["regret"], "regret has no scale cpu"),

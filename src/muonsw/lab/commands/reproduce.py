@@ -64,6 +64,8 @@ class Reproduce(ManyRuns):
         self.cluster.check(self.device)
         study, scale = self._study()
         planned, runs = study.comparisons(scale), study.runs(scale)
+        if not planned and self.scale is not None:
+            raise UsageError(f"{study.name} has only one size: leave --scale out")
         if not planned and self.cluster.cluster is not None:
             raise UsageError(f"{study.name} trains nothing and takes minutes here: leave --cluster out")
         if self.dry_run and not planned:
