@@ -200,7 +200,11 @@ def test_code_that_changed_is_refused_before_any_of_it_runs(tmp_path, monkeypatc
     ("changes", "message"),
     [
         ({"loss": "loss = 3\n"}, "small_task.py has no loss(model, batch)"),
+        ({"loss": "def loss(model):\n    return 0\n"}, "cannot be called as loss(model, batch): too many positional"),
         ({"model": "def model(seed):\n    return nn.ReLU()\n"}, "no trainable parameters"),
+        ({"model": "def model(seed):\n    return 1 / 0\n"}, "small_task.py, line 6, in model: ZeroDivisionError"),
+        ({"model": "def model(seed):\n    m = nn.Linear(4, 3)\n    m.register_buffer('odd', torch.eye(3).to_sparse())\n"
+          "    return m\n"}, "odd of its state_dict cannot be saved"),
         ({"batches": "def batches(split, seed):\n    return torch.utils.data.TensorDataset(torch.ones(3, 4))\n"},
          "a Dataset needs a DataLoader"),
         ({"batches": "def batches(split, seed):\n    return ['a']\n"}, "expected tensors"),
@@ -208,11 +212,28 @@ def test_code_that_changed_is_refused_before_any_of_it_runs(tmp_path, monkeypatc
         ({"loss": "def loss(model, batch):\n    return model(batch[0])\n"}, "a tensor of shape (12, 3)"),
         ({"metrics": "def metrics(model, batch):\n    return {'loss': 1}\n"}, "kind, step, loss"),
         ({"batches": NAN_HELD_OUT}, "'validation'; expected a finite scalar"),
+        ({"more": "raise SystemExit('usage')\n"}, "line 5, in <module>: SystemExit: usage"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
     with pytest.raises(UsageError, match=re.escape(message)):
         check_task(TaskConfig(str(task_file(tmp_path, **changes))))
+
+
+FAILS_LATE = """
+calls = []
+def loss(model, batch):
+    calls.append(batch)
+    if len(calls) > 12:
+        raise IndexError("too late")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+def test_an_error_during_training_names_the_line(tmp_path):
+    config = task_run(task_file(tmp_path, loss=FAILS_LATE), steps=20)
+    with pytest.raises(UsageError, match=r"small_task\.py, line \d+, in loss: IndexError: too late"):
+        train(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.tasks import TaskConfig, check_task
 from muonsw.lab.train.config import task_run
@@ -47,7 +48,7 @@ def chirp(path, seed, rate=8000, seconds=4):
 def test_masked_frames_of_recordings_are_filled_in(tmp_path):
     for seed in range(10):
         chirp(tmp_path / f"{seed}.wav", seed, seconds=4 if seed else 1)
-    with pytest.raises(ValueError, match=r"has 9 files .* of at least 64 frames"):
+    with pytest.raises(UsageError, match=r"has 9 files .* of at least 64 frames"):
         check_task(TaskConfig(str(EXAMPLES / "audio.py"), (f"folder={tmp_path}",)))
     chirp(tmp_path / "ten.wav", 10)
     options, often = ("batch=8", "depth=1", f"folder={tmp_path}"), {"eval_every": 60, "telemetry_every": 20}

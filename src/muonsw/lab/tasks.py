@@ -14,6 +14,7 @@ import os
 import random
 import reprlib
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,13 +27,14 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset
 
 from muonsw.lab.data.loader import TokenBatch, TokenLoader, ValidationLoader, open_split, read_record
 from muonsw.lab.data.loader import fingerprint as token_fingerprint
-from muonsw.lab.errors import UsageError
+from muonsw.lab.errors import Ending, UsageError
 from muonsw.lab.model import Decoder, Losses, ModelConfig
 from muonsw.lab.model.layers import MoE
 from muonsw.registry import unknown
@@ -218,6 +220,22 @@ class Functions(NamedTuple):
     calls: Mapping[str, Callable[..., Any]]  # by name; optional functions may be missing
 
 
+@contextmanager
+def naming_lines(task: TaskConfig | None) -> Iterator[None]:
+    """Turn an error in the code of a task's file into a `UsageError` that names the line."""
+    try:
+        yield
+    except Ending:
+        raise
+    except (Exception, SystemExit) as error:
+        file = None if task is None else str(Path(task.path).resolve())
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        if task is None or not frames:
+            raise
+        place = f"{task.name}, line {frames[-1].lineno}, in {frames[-1].name}"
+        raise UsageError(f"{place}: {type(error).__name__}: {error}") from error
+
+
 def load_functions(config: TaskConfig) -> Functions:
     """Import a task's file, once per process, and set the options."""
     file = _file(config.path)
@@ -227,6 +245,11 @@ def load_functions(config: TaskConfig) -> Functions:
     for name, arguments in CALLS.items():
         function = getattr(module, name, None)
         if callable(function):
+            try:
+                inspect.signature(function).bind(*arguments)
+            except TypeError as error:
+                call = f"{name}({', '.join(arguments)})"
+                raise UsageError(f"{config.name} cannot be called as {call}: {error}") from error
             extra = list(inspect.signature(function).parameters.values())[len(arguments) :]
             defaults[name] = {option.name: option.default for option in extra if option.default is not option.empty}
             functions[name] = function
@@ -470,7 +493,12 @@ class Checked:
 
 
 def check_task(config: TaskConfig, seed: int = 0) -> Checked:
-    """Call every function of a task before training; an error names the function whose result is unusable."""
+    """Call every function of a task before training; an error names the line, or the function's unusable result."""
+    with naming_lines(config):
+        return _check_task(config, seed)
+
+
+def _check_task(config: TaskConfig, seed: int) -> Checked:
     functions = load_functions(config)
     settings, notes = functions.settings, []
     if not isinstance(settings, Mapping):
@@ -529,6 +557,12 @@ def _checked_model(functions: Functions, seed: int) -> nn.Module:
     trained = [param for param in model.parameters() if param.requires_grad]
     if not trained or not all(param.device.type == "cpu" for param in trained):
         raise UsageError(f"{call} returned a {type(model).__name__} with no trainable parameters on the CPU")
+    for name, value in model.state_dict().items():
+        try:
+            save({name: value.new_empty(0)})  # as checkpoints will
+        except Exception as error:
+            remedy = "checkpoints can only save dense tensors; persistent=False leaves a buffer out"
+            raise UsageError(f"{call}: {name} of its state_dict cannot be saved ({error}): {remedy}") from error
     return model
 
 

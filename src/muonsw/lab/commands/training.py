@@ -45,7 +45,7 @@ from muonsw.lab.launch import Cluster, runs_at_once
 from muonsw.lab.options import Flag, unset
 from muonsw.lab.report import PAGE, check_target
 from muonsw.lab.runs import load_runs
-from muonsw.lab.tasks import Checked, TaskConfig, check_task, with_file
+from muonsw.lab.tasks import Checked, TaskConfig, check_task, naming_lines, with_file
 from muonsw.lab.train.checkpoint import RESULT, read_config_file, recorded_code
 from muonsw.lab.train.config import RunConfig, changed_run, task_run, with_data
 from muonsw.lab.train.loop import Watch, train
@@ -177,8 +177,9 @@ def introduce(console: Console, config: RunConfig, checked: Checked) -> None:
         paragraph(console, f"note: {note}")
     task = open_task(config)
     model = task.model(config.seed)
-    try:
+    with naming_lines(config.task):
         patterns = task.patterns(model, config.optimizer.weight_decay)
+    try:
         say(console, build_optimizer(model, config.optimizer, config.steps, patterns=patterns).routing())
     except ValueError as error:
         raise UsageError(str(error)) from error

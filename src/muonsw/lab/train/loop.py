@@ -16,6 +16,7 @@ import torch
 from muonsw import Telemetry, machine
 from muonsw.lab.errors import Diverged, Interrupted, StopRequest, UsageError, needed, stop_requests
 from muonsw.lab.files import LOCK, locked, write_json
+from muonsw.lab.tasks import naming_lines
 from muonsw.lab.train.checkpoint import (
     CHECKPOINTS,
     CONFIG,
@@ -60,7 +61,9 @@ def train(config: RunConfig, folder: Path, watch: Watch | None = None, world: Wo
     watch = watch if watch and world.leads else Watch()
     config = world.together(lambda: with_fingerprint(config))
     busy = f"another process is training in {folder}: wait for it, or choose another folder"
-    with stop_requests() as request, torch_threads(torch.get_num_threads()), ExitStack() as stack:
+    # With several ranks, an error in the user's code may only mean that another rank is lost.
+    named, threads = naming_lines(config.task if world.alone else None), torch_threads(torch.get_num_threads())
+    with named, stop_requests() as request, threads, ExitStack() as stack:
         # Before touching the folder: an invalid run must not leave files in it.
         try:
             training = Training(config, world)
