@@ -1,6 +1,6 @@
 """Read a run: its config, environment, result, and every recorded number as a column.
 
-A run in progress loads as far as it is written. A JSONL file that `muonsw.Telemetry` wrote in a user's own loop is a
+A run in progress loads up to its last record. A JSONL file that `muonsw.Telemetry` wrote in a user's own loop is a
 run without a config.
 """
 

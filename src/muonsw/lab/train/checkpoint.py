@@ -61,7 +61,7 @@ def identity(config: RunConfig) -> str:
 
 
 def recorded_code(folder: Path, task: TaskConfig) -> str | None:
-    """The hash of the task's file when the run in this folder started; None if there is no run of this task."""
+    """The hash of the task's file when the run in this folder started; None without one."""
     recorded = (recorded_settings(folder) or {}).get("task")
     if not isinstance(recorded, Mapping) or Path(str(recorded.get("path"))).name != task.name:
         return None
