@@ -132,6 +132,8 @@ def test_an_added_group_past_its_peak_does_not_warn():
         for group in optimizer.param_groups:
             group["lr"] = lr
         assert shrinks(optimizer) == pytest.approx([LAMBDA * lr**2 / 0.1] * 2)
+    optimizer.add_param_group({"params": [weight()], "lr": 0.01, "peak_lr": 0.2})
+    assert optimizer.param_groups[-1]["highest_lr"] == 0.2, "telemetry would report that it misses its peak"
 
 
 def test_a_later_scheduler_may_raise_the_peak_but_not_lower_it():
