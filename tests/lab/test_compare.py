@@ -65,11 +65,12 @@ def numbers(folder, name="outcome.json"):
 
 def test_an_arm_has_one_name_and_one_config():
     base = OptimizerConfig(lr=0.01)
-    texts = ("normuon", "normuon/scaled", "soap/constant, lr=0.1", "scaled,algorithm=adamw")
+    texts = ("normuon", "normuon/scaled", "soap/constant, lr=0.1", "scaled,algorithm=adamw", "scaled,lr=.05")
     arms = [parse_arm(text, base) for text in texts]
     assert arms[0] == arms[1] == Arm("normuon/scaled", replace(base, preset="normuon"))
     assert arms[2] == Arm("soap/constant, lr=0.1", replace(base, preset="soap", decay="constant", lr=0.1))
     assert arms[3] == Arm("scaled, algorithm=adamw", replace(base, algorithm="adamw"))
+    assert arms[4].optimizer.lr == 0.05
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def parse_arm(text: str, base: OptimizerConfig) -> Arm:
         if not equals or name in changes:
             raise UsageError(f"arm {text!r}: {setting!r} must be setting=value, with each setting given once")
         try:
-            changes[name] = json.loads(value)
+            changes[name] = json.loads(re.sub(r"^\.", "0.", value))  # JSON has no .05
         except ValueError:  # a string
             changes[name] = value
     try:
