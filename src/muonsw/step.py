@@ -66,7 +66,7 @@ def take_step(optimizer: ScaledDecayOptimizer) -> None:
         plan = settled_plan(optimizer)
         finite = optimizer._replay.run(optimizer, plan.batches, plan.contexts, update_and_apply)
         if ranks.is_shared:
-            ranks.remember_result()
+            ranks.show_trouble()
     optimizer._last_finite = finite
     if finite is False:
         optimizer._counters.skip_on_host(items_of(plan.batches))
@@ -247,7 +247,7 @@ def update_and_apply(
     if finite is None:
         finite = optimizer.nonfinite != "skip" or finite_flag(batches, captured)
         if ranks.is_shared:
-            finite = ranks.reduced(finite)
+            finite = ranks.reduced_unread(finite)
     if finite is False:
         return False
     flag = finite if isinstance(finite, Flag) else None

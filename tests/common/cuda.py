@@ -11,7 +11,10 @@ from tests.common.problems import matrices, set_gradients
 
 @contextlib.contextmanager
 def no_waiting():
-    """Make anything that waits for the device an error."""
+    """Make anything that waits for the device an error: in torch, and in the driver, whose waits torch does not see."""
+    torch.cuda._sleep(1_000_000_000)  # half a second
+    busy = torch.cuda.Event()
+    busy.record()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
@@ -19,6 +22,7 @@ def no_waiting():
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert not busy.query(), "the host waited for the device, or took half a second"
 
 
 def on_gpu(*shapes, dtype=torch.float32):

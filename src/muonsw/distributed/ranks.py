@@ -6,17 +6,16 @@ parameters, options and missing gradients.
 
 On a GPU no rank waits for the result of a settled step, one that is planned like the step before it. The device turns
 the result into the flag that multiplies learning rate and decay, so ranks that disagree change nothing, and the host
-reads it one step later. Anything that could change shapes or the number of collectives (the first step, a changed
-option, another set of gradients, a load) makes a rank wait for the result before it exchanges anything. If other ranks
-were settled and went ahead, it joins the step they agreed on: with zeros for gradients that only it lacks, or, if it
-cannot, by sending zeros in a step that the flag cancels on every rank.
+learns of it a step or two later. Anything that could change shapes or the number of collectives (the first step, a
+changed option, another set of gradients, a load) makes a rank wait for the result before it exchanges anything. If
+other ranks were settled and went ahead, it joins the step they agreed on: with zeros for gradients that only it lacks,
+or, if it cannot, by sending zeros in a step that the flag cancels on every rank.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -31,7 +30,6 @@ from muonsw.decay import DECAY_RULES
 from muonsw.distributed.exchange import Round, exchange_nothing, make_rounds
 from muonsw.distributed.shards import Layout, Layouts, is_dtensor, local, mesh_ranks, shard_misfit
 from muonsw.kernels.graphs import eagerly
-from muonsw.kernels.tables import on_host
 from muonsw.matrices import MatrixView
 from muonsw.nonfinite import Flag
 from muonsw.text import users_line
@@ -69,11 +67,11 @@ class Message(NamedTuple):
     minus_plan: int
     missing: int  # digest of the missing gradients in the step that this rank can join
     minus_missing: int
+    failed: int  # the lowest rank that cannot take the step, minus _NO_RANK; 0 if all can
     minus_settled: int  # -1 if this rank does not wait for the result
     minus_new: int  # -1 if its parameters have changed
     local_missing: int
     minus_local_missing: int
-    failed: int  # the lowest rank that cannot take the step, or _NO_RANK
 
 
 class Ranks:
@@ -111,7 +109,9 @@ class Ranks:
         self._sent: Message
         self._message: Tensor | None = None
         self._bad: Tensor
-        self._results: deque[tuple[torch.cuda.Event | None, Tensor]] = deque()  # of settled steps
+        # over settled steps, the least of minus the difference between plans and of `failed`: zeros if all went well
+        self._trouble: Tensor
+        self._seen: Tensor  # a copy on the host, which lags
 
     def prepare(self, groups: Sequence[Group], settings: Group) -> None:
         """Work out what this rank is about to do, and whether it is settled.
@@ -141,7 +141,7 @@ class Ranks:
         self._plan = repr([self._known.digest, frozen, self.announced])
         with torch._C.DisableTorchFunctionSubclass():
             self._missing = tuple([param.grad is None for _, param in self._known.watched])
-        self._read_results()
+        self._react_to_trouble()
         self.is_settled = (
             not self._in_doubt
             and (self._plan, self._missing) == (self._agreed_plan, self._agreed_missing)
@@ -152,7 +152,7 @@ class Ranks:
         joined = mine = _digest(self._missing)
         if not self.is_settled and self._can_join():
             joined = _digest(self._agreed_missing)
-        self._sent = Message(1, plan, -plan, joined, -joined, -self.is_settled, -is_new, mine, -mine, _NO_RANK)
+        self._sent = Message(1, plan, -plan, joined, -joined, 0, -self.is_settled, -is_new, mine, -mine)
         self._write(self._sent)
 
     def _can_join(self) -> bool:
@@ -171,7 +171,11 @@ class Ranks:
         if self._message is None or self._message.device != device:
             self._message = torch.zeros(len(message), dtype=torch.float64, device=device)
             self._bad = torch.zeros((), dtype=torch.float32, device=device)
-        self._message.copy_(on_host(message, device, torch.float64), non_blocking=True)
+            self._trouble = torch.zeros(2, dtype=torch.float64, device=device)
+            self._seen = torch.zeros(2, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
+        # so few bytes need no pinned memory: the driver takes them along with the launch
+        numbers = torch.tensor(message, dtype=torch.float64, device="cpu")
+        self._message.copy_(numbers, non_blocking=True)
 
     def reduced(self, finite: Flag | bool) -> Flag:
         """Whether all ranks take this step, as a flag on the device; does not wait for the reduction."""
@@ -190,29 +194,26 @@ class Ranks:
         self._bad.copy_(message[:5].sum() < 1)
         return Flag(self._bad)
 
-    def remember_result(self) -> None:
-        """Copy the result of a settled step to the host, which reads it in a later step."""
-        assert self._message is not None
-        on_device = self._message.device.type == "cuda"
-        result = torch.empty_like(self._message, device="cpu", pin_memory=on_device)
-        result.copy_(self._message, non_blocking=True)
-        event = None
-        if on_device:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._results.append((event, result))
+    def reduced_unread(self, finite: Flag | bool) -> Flag:
+        """`reduced` for a settled step: the host does not read the result, so the device remembers trouble."""
+        flag, message = self.reduced(finite), self._message
+        assert message is not None
+        torch.minimum(self._trouble, torch.stack([message[1:5].sum(), message[5]]), out=self._trouble)
+        return flag
 
-    def _read_results(self) -> None:
-        """Read the results that have arrived, without waiting for others that are on their way."""
-        while self._results:
-            event, numbers = self._results[0]
-            if event is not None and not event.query():  # type: ignore[no-untyped-call]
-                return
-            self._results.popleft()
-            result = Message._make(map(int, numbers.tolist()))
-            _raise_failure(result)
-            agreed = result.plan == -result.minus_plan and result.missing == -result.minus_missing
-            self._in_doubt |= not agreed
+    def show_trouble(self) -> None:
+        """Copy what the device remembers to the host, without waiting for it."""
+        self._seen.copy_(self._trouble, non_blocking=True)
+
+    def _react_to_trouble(self) -> None:
+        """Raise if a rank failed in a settled step; agree again if ranks planned different ones."""
+        if self._message is None or not self._seen.any():
+            return
+        difference, failed = map(int, self._seen.tolist())
+        self._trouble.zero_()
+        self._seen = torch.zeros_like(self._seen, pin_memory=self._seen.is_pinned())  # copies to the old one may follow
+        self._in_doubt |= difference < 0
+        _raise_failure(failed)
 
     def agree(self, finite: Flag | bool) -> tuple[Flag | bool, list[Tensor]]:
         """Whether all ranks take this step, and which parameters lack a gradient on this rank alone.
@@ -224,17 +225,17 @@ class Ranks:
         """
         flag, result = self.reduced(finite), self._read()
         if result.minus_settled:  # some ranks went ahead with the step agreed on before
-            if not self._can_join() or result.failed < _NO_RANK:
+            if not self._can_join() or result.failed:
                 self._in_doubt = True
                 exchange_nothing(self._last_rounds)
-                _raise_failure(result)
+                _raise_failure(result.failed)
                 return False, []
             late = zip(self._known.watched, self._agreed_missing, self._missing, strict=True)
             return flag, [param for (_, param), before, now in late if before != now]
         self._agreed_plan = ""
         if result.plan != -result.minus_plan:
             self._raise_difference()
-        _raise_failure(result)
+        _raise_failure(result.failed)
         if result.minus_new and self.process_group is not None:
             _compare_copies([(n, p) for n, p in self._known.watched if not is_dtensor(p)], self.process_group)
         missing = self._missing
@@ -253,7 +254,7 @@ class Ranks:
 
     def fail(self) -> None:
         """Tell the other ranks that this one cannot take the step, so that they do not wait for it."""
-        self._write(self._sent._replace(minus_settled=0, failed=dist.get_rank()))
+        self._write(self._sent._replace(minus_settled=0, failed=dist.get_rank() - _NO_RANK))
         self.reduced(finite=False)
         self._agreed_plan, result = "", self._read()
         if result.minus_settled:
@@ -362,10 +363,10 @@ def _digest(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7]) >> 6
 
 
-def _raise_failure(result: Message) -> None:
-    if result.failed < _NO_RANK:
+def _raise_failure(failed: int) -> None:
+    if failed:
         raise RuntimeError(
-            f"rank {result.failed} could not take a step, so no rank took it; see the error on that rank"
+            f"rank {failed + _NO_RANK} could not take a step, so no rank took it; see the error on that rank"
         )
 
 

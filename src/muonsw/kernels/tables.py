@@ -162,9 +162,9 @@ def table(rows: Sequence[Sequence[int]], device: torch.device, loose: range = ra
     return _tables.get((device, len(rows), loose, numbers), device, make)
 
 
-def on_host(numbers: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers in memory that a device copies from without waiting."""
-    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
+def on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Integers in memory that a device copies from without waiting."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
 
 
 def block_map(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
