@@ -68,9 +68,8 @@ def test_factors_of_rows_and_columns(by_row, rows, columns, device):
     weights = [stack if rows * columns > 1024 else stack.contiguous(), torch.randn(rows, columns, device=device)]
     factors = torch.rand(3, *((rows, 1) if by_row else (1, columns)), device=device).expand_as(U)
     expected = [w - 0.5 * d for w, d in zip(weights, [(factors * U)[:2], (factors * U)[2]], strict=True)]
-    assert move(Weights(weights), [U[:2], U[2]], 1.0, False, StepContext(0.5, 0.0, 0), factors)
+    assert move(Weights(weights), [U[:2], U[2].clone()], 1.0, False, StepContext(0.5, 0.0, 0), factors)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
-    assert not move(Weights(weights), [U[:2], U[2].clone()], 1.0, False, StepContext(0.5, 0.0, 0), factors)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

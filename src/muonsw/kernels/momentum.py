@@ -31,7 +31,7 @@ from muonsw.kernels.common import (
     start,
     whole_number,
 )
-from muonsw.kernels.tables import Stretches, addresses, block_map, runs, table
+from muonsw.kernels.tables import Stretches, block_map, runs, table
 from muonsw.nonfinite import Flag
 from muonsw.slots import PRECONDITION
 from muonsw.work import Group, all_contiguous, one_dtype
@@ -280,11 +280,10 @@ def advance_momenta(
         return False
     if targets and not (targets[0].dtype in DTYPES and one_dtype(targets) and all_contiguous(targets)):
         return False
-    device, (_, sizes, owners, positions, gaps) = grads[0].device, layouts[0]
+    device, sizes, gaps = grads[0].device, layouts[0].sizes, layouts[0].rows
     rows = [layout.addresses for layout in layouts]
     if targets:
-        begins, width = addresses(targets), targets[0].element_size()
-        rows.append([begins[owner] + width * place for owner, place in zip(owners, positions, strict=True)])
+        rows.append(layouts[0].in_others(targets))
     pointers, is_aligned = table((*rows, *gaps, sizes), device)
     blocks = block_map(sizes, BLOCK, device)
     launch_on(

@@ -1,4 +1,4 @@
-"""Decay, move and round weights; and move Muon's matrices along one batch of directions.
+"""Decay, move and round weights; and do only that, along directions that were computed before.
 
 One launch works on a list of tensors, each a column of an address table. Its rows: the weight; for stochastic rounding
 the step counter, the noise key and the position of the first element; other integers; the kernel's other inputs; the
@@ -17,20 +17,18 @@ from torch import Tensor
 
 from muonsw.kernels import launch_on
 from muonsw.kernels.common import (
-    BY_FOUR,
     DTYPES,
     across_gaps,
     alignment,
     block_of,
-    by_four,
     flag_or,
     limit,
     start,
     stochastic_round,
     whole_number,
 )
-from muonsw.kernels.tables import Stretches, addresses, block_map, lengths, runs, table
-from muonsw.work import StepContext, all_contiguous
+from muonsw.kernels.tables import Stretches, addresses, block_map, runs, table
+from muonsw.work import StepContext, all_contiguous, one_dtype
 
 BLOCK = 2048
 WARPS = 4
@@ -112,7 +110,6 @@ def _move(
     strides,
     blocks,
     tensors,
-    directions,
     factors,
     rows,
     columns,
@@ -123,6 +120,7 @@ def _move(
     STRIDED: tl.constexpr,
     FACTORS: tl.constexpr,
     STATE_ROW: tl.constexpr,
+    DIRECTION: tl.constexpr,
     HAS_FLAG: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -133,11 +131,10 @@ def _move(
 ):
     owner, offsets = block_of(blocks, BLOCK)
     inside = offsets < limit(whole_number(sizes, owner, ALIGNED), bad, HAS_FLAG)
-    first = whole_number(pointers, STATE_ROW * tensors + owner, ALIGNED)
-    if ALIGNED == BY_FOUR:
-        directions = by_four(directions)
-    direction = tl.load(directions + first + offsets, mask=inside, other=0.0).to(tl.float32)
+    directions = start(pointers, STATE_ROW * tensors + owner, DIRECTION, ALIGNED)
+    direction = tl.load(directions + offsets, mask=inside, other=0.0).to(tl.float32)
     if FACTORS is not None:
+        first = tl.load(pointers + (STATE_ROW - 1) * tensors + owner)
         begin = first + tl.load(blocks + tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BLOCK
         place = (begin % columns).to(tl.int32) + tl.arange(0, BLOCK)
         # division as one rounded product: adding a half keeps the result away from whole numbers
@@ -167,28 +164,24 @@ def move(
     ctx: StepContext,
     factors: Tensor | None = None,
 ) -> bool:
-    """Move weights like `apply`, along directions that are consecutive in memory.
+    """Move weights like `apply`.
 
     `factors` multiply the directions, as in `Update`. Returns False, without changes, if the kernel cannot run.
     """
     dtypes = (weights.tensors[0].dtype, directions[0].dtype)
-    if not all(dtype in DTYPES for dtype in dtypes) or not all_contiguous(directions):
+    if not all(dtype in DTYPES for dtype in dtypes) or not (one_dtype(directions) and all_contiguous(directions)):
         return False
     if factors is not None and factors.shape[-1] > LONGEST_ROW:
         return False
-    # Storages that are adjacent by chance would make rounding differ between runs.
-    ends = {direction.untyped_storage().data_ptr() for direction in (directions[0], directions[-1])}
-    begins, width = addresses(directions), directions[0].element_size()
-    places = list(accumulate([begins[0], *(size * width for size in lengths(directions))]))
     stretches = runs(weights.tensors)
-    if len(ends) > 1 or begins != places[:-1] or stretches is None:
+    if stretches is None:
         return False
     sizes, companions = stretches.sizes, weights.rounding_rows(stretches)
-    first, row = [0, *accumulate(sizes[:-1])], 1 + len(companions)
-    device = directions[0].device
-    rows = (stretches.addresses, *companions, first, *stretches.rows, sizes)
+    if factors is not None:
+        companions.append([0, *accumulate(sizes[:-1])])
+    device, row = directions[0].device, 1 + len(companions)
+    rows = (stretches.addresses, *companions, stretches.in_others(directions), *stretches.rows, sizes)
     pointers, is_aligned = table(rows, device, range(1, row))
-    is_aligned &= directions[0].data_ptr() % 16 == 0
     blocks = block_map(sizes, BLOCK, device)
     # Strides distinguish rows from columns even if a matrix has only one.
     kind = None if factors is None else "rows" if factors.stride(1) == 1 else "columns"
@@ -202,12 +195,12 @@ def move(
         pointers[-2],
         blocks,
         len(sizes),
-        directions[0],
         *((pointers, 1, 1) if factors is None else (factors, *factors.shape[1:])),
         *(ctx.eta, ctx.phi, scale, flag_or(ctx.flag, pointers)),
         STRIDED=bool(stretches.rows),
         FACTORS=kind,
         STATE_ROW=row,
+        DIRECTION=DTYPES[directions[0].dtype],
         **choices(weights, cautious, ctx),
         ALIGNED=alignment(is_aligned, weights.tensors[0], directions[0]),
         BLOCK=BLOCK,

@@ -206,6 +206,11 @@ class Stretches(NamedTuple):
     positions: list[int]
     rows: tuple[list[int], list[int]] | tuple[()] = ()
 
+    def in_others(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The addresses of the same elements in other tensors, which have no gaps."""
+        begins, width = addresses(tensors), tensors[0].element_size()
+        return [begins[owner] + width * place for owner, place in zip(self.owners, self.positions, strict=True)]
+
 
 def runs(tensors: Sequence[Tensor], area: int = 0) -> Stretches | None:
     """The stretches that tensors consist of, cut into matrices of `area` elements if that is given.
