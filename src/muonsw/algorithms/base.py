@@ -46,8 +46,7 @@ class MatrixRule(NamedTuple):
         scale: the scale of directions for a matrix of shape (out, in).
         state: the state that `directions` reads and returns; it is sent with the matrix.
         sends_gradient: whether `directions` also needs the gradient, as `state["grad"]`.
-        input_dtype: the dtype of the inputs of `directions` for whole matrices.
-        sent_dtype: their dtype for sharded matrices.
+        sent_dtype: the dtype of the inputs of `directions` for sharded matrices; whole ones need not travel.
         result_dtype: the dtype of directions.
         by_kernels: a faster update of whole matrices; returns None, without side effects, if it cannot.
     """
@@ -57,7 +56,6 @@ class MatrixRule(NamedTuple):
     scale: Callable[[Group, int, int], float]
     state: Callable[[Group], Specs]
     sends_gradient: Callable[[Group], bool] = lambda _: False
-    input_dtype: Callable[[Group, Chunk], torch.dtype] = lambda _, chunk: wide_dtype(chunk.dtype)
     sent_dtype: Callable[[Group, torch.dtype], torch.dtype] = lambda _, dtype: wide_dtype(dtype)
     result_dtype: Callable[[Group, torch.dtype, torch.device], torch.dtype] = lambda _, dtype, __: wide_dtype(dtype)
     by_kernels: Callable[[Group, Chunk, StepContext], Update | None] | None = None
@@ -268,14 +266,14 @@ def update_matrices(rule: MatrixRule, group: Group, chunk: Chunk, ctx: StepConte
         updated = rule.by_kernels(group, chunk, ctx)
         if updated is not None:
             return updated
-    dtype, count = rule.input_dtype(group, chunk), elements(like) // (rows * columns)
+    dtype, count = torch.promote_types(home, torch.float32), elements(like) // (rows * columns)
     X = torch.empty(count, rows, columns, dtype=dtype, device=like[0].device)
     rule.advance(group, parts, scatter(X, like), ctx)
     specs = rule.state(group)
     batch = StateBatch(chunk, specs) if specs else None
     before = batch.gathered() if batch else {}
     if rule.sends_gradient(group):
-        before["grad"] = torch.empty_like(X, dtype=wide_dtype(dtype))
+        before["grad"] = torch.empty_like(X)
         copy_gradients(group, parts, scatter(before["grad"], like), ctx)
     X, after = rule.directions(group, X, before, rule.result_dtype(group, home, X.device))
     if batch:

@@ -79,7 +79,7 @@ def directions(group: Group, X: Tensor, before: State, dtype: torch.dtype) -> tu
 
 def by_kernels(group: Group, chunk: Chunk, ctx: StepContext) -> Update | None:
     """Update whole matrices with kernels; return None, without side effects, if they cannot."""
-    iteration, (view, rows, columns, dtype, parts) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk
+    iteration, (view, rows, columns, home, parts) = ORTHOGONALIZERS[group["orthogonalizer"]], chunk
     if not isinstance(iteration, Iteration) or not slots_have_kernels(group):
         return None
     from muonsw.kernels.momentum import normalized_momentum
@@ -88,8 +88,7 @@ def by_kernels(group: Group, chunk: Chunk, ctx: StepContext) -> Update | None:
     # momentum, preconditioner and division by the norm in two launches
     grads = views(parts, [part.item.grad for part in parts])
     momenta = views(parts, [part.item.state["momentum_buffer"] for part in parts])
-    device = momenta[0].device
-    dtype = iteration.inner(product_dtype(group["ns_dtype"], dtype, device), device)
+    dtype = result_dtype(group, home, momenta[0].device)
     X = normalized_momentum(group, grads, momenta, _squares(group, parts), (rows, columns), dtype, ctx.flag)
     if X is None:
         return None
@@ -135,9 +134,10 @@ def validate(group: Group, name: str, param: Tensor) -> None:
             )
 
 
-def input_dtype(group: Group, chunk: Chunk) -> torch.dtype:
-    dtype = chunk.parts[0].item.state["momentum_buffer"].dtype
-    return wide_dtype(dtype) if PRECONDITION.member(group).elementwise else dtype
+def result_dtype(group: Group, home: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the products, and so of the directions."""
+    orthogonalizer, dtype = ORTHOGONALIZERS[group["orthogonalizer"]], product_dtype(group["ns_dtype"], home, device)
+    return orthogonalizer.inner(dtype, device) if isinstance(orthogonalizer, Iteration) else dtype
 
 
 RULE = MatrixRule(
@@ -151,9 +151,8 @@ RULE = MatrixRule(
     sends_gradient=lambda group: (
         PRECONDITION.member(group).uses_gradient and not PRECONDITION.member(group).elementwise
     ),
-    input_dtype=input_dtype,
     sent_dtype=lambda group, dtype: state_dtype(group["state_dtype"], dtype),
-    result_dtype=lambda group, dtype, device: product_dtype(group["ns_dtype"], dtype, device),
+    result_dtype=result_dtype,
     by_kernels=by_kernels,
 )
 
