@@ -88,7 +88,7 @@ test-slurm: install  ## train runs as jobs of a real Slurm: preempted, requeued,
 	squeue > /dev/null 2>&1 || sh tests/slurm/setup.sh
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:randomly -m slurm tests/slurm
 
-# Only files with such tests, so that the dependencies of the command line are not needed.
+# Only files with such tests, so that few packages are needed: pytest, hypothesis, numpy, and for the trainer tyro.
 test-gpu:  ## run the tests that need a CUDA device, with the current python
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu $$(grep -rl --include='*.py' 'mark.gpu' tests)
 	PYTHONPATH=src $(PYTHON) -m pytest -q tests/kernels  # not marked gpu: they also run in Triton's interpreter
