@@ -130,7 +130,7 @@ def describe_non_finite(items: Sequence[Item]) -> str:
     """Name the parameters whose gradients are not finite; waits for the device."""
     bad = [item.name for item in items if not bool(all_finite([item.grad]))]
     if not bad:
-        return "a gradient on another rank holds infinities or NaNs, or that rank cannot take the step"
+        return "a gradient on another rank holds infinities or NaNs, or a rank could not take the step"
     shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     return f"the gradient of {shown} holds infinities or NaNs"
 

@@ -297,3 +297,39 @@ def test_settled_steps_equal_steps_that_wait(pool, kind, options, replaying):
         assert waited <= 6
         # a graph is bound to AdamW's betas
         assert bool(replays) == (rank in replaying and "betas" not in options)
+
+
+def wrong_gradient(param, grad):
+    """A gradient that the step refuses: plain for a sharded matrix, sparse for another."""
+    return grad if hasattr(param, "device_mesh") else grad.to_sparse()
+
+
+def goes_on_after_a_failure(kind):
+    """Rank 1 fails in a settled step; the others learn of it one step later. All of them then go on."""
+    with settled(), warnings.catch_warnings(action="ignore"):
+        optimizer, give = built(kind)
+        failures = []
+        for call in range(9 if dist.get_rank() == 1 else 10):  # the call that reports the failure takes no step
+            wrong = call == 4 and dist.get_rank() == 1
+            try:
+                take_step(optimizer, 0, wrong_gradient if wrong else give)
+            except (RuntimeError, ValueError) as error:
+                failures.append((call, str(error)))
+        alone = MuonSW(groups_of(CHOSEN, plain), lr=PEAK)
+        taken = optimizer.param_groups[0]["step_count"] - optimizer.skipped_steps
+        for _ in range(taken):
+            take_step(alone, 0, give_plain)
+        return failures, taken, worst(optimizer, alone), optimizer._ranks.is_settled
+
+
+@pytest.mark.parametrize("kind", ["shards", "copies"])
+def test_ranks_go_on_after_a_failure_that_all_of_them_caught(pool, kind):
+    answers = pool.run(goes_on_after_a_failure, kind, timeout=30)
+    for rank, (failures, _, difference, is_settled) in enumerate(answers):
+        ((call, message),) = failures
+        assert call == (4 if rank == 1 else 5)
+        assert ("rank 1 could not take a step" in message) == (rank != 1)
+        assert difference < 1e-9
+        assert is_settled
+    (taken,) = {taken for _, taken, *_ in answers}
+    assert 6 <= taken <= 8  # not the failed one, and not those until ranks agree again

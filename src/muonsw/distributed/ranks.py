@@ -65,7 +65,7 @@ class Message(NamedTuple):
     ok: int  # 1 if the gradients here are finite
     plan: int
     minus_plan: int
-    missing: int  # digest of the missing gradients in the step that this rank can join
+    missing: int  # digest of the missing gradients in the step agreed on before; -1 if this rank cannot join it
     minus_missing: int
     failed: int  # the lowest rank that cannot take the step, minus _NO_RANK; 0 if all can
     minus_settled: int  # -1 if this rank does not wait for the result
@@ -149,9 +149,8 @@ class Ranks:
             and self._device.type not in self.waits_on
         )
         plan = _digest([self._known.digest, self._options, self.announced])
-        joined = mine = _digest(self._missing)
-        if not self.is_settled and self._can_join():
-            joined = _digest(self._agreed_missing)
+        mine = _digest(self._missing)
+        joined = _digest(self._agreed_missing) if self.is_settled or self._can_join() else -1
         self._sent = Message(1, plan, -plan, joined, -joined, 0, -self.is_settled, -is_new, mine, -mine)
         self._write(self._sent)
 
