@@ -116,7 +116,7 @@ def test_a_run_in_which_no_lambda_acts_gets_none():
     for steps, lr in ((2_000, 1e-5), (20, 0.02)):
         advice = Advise(steps, lr=lr, weight_decay=0.01).advice()
         assert (advice.low, advice.verdict) == (None, "")
-        assert advice.answer.startswith("Decay does nothing in this run")
+        assert advice.answer.startswith("Decay is too weak to matter in this run")
 
 
 def test_a_large_lambda_in_a_short_run_is_judged_by_its_total():

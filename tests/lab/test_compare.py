@@ -316,7 +316,7 @@ def test_the_verdict_says_how_much_of_a_gain_is_less_decay(left, share):
 def test_the_verdict_begins_with_lost_seeds_and_skipped_steps_or_whether_decay_can_matter():
     for changes, beginning in (
         ({"total_decay": 0.99 * IDLE}, "Too short for decay to matter"),
-        ({"total_decay": 1.01 * IDLE}, "Decay matters"),
+        ({"total_decay": 1.01 * IDLE}, "Decay matters under 'scaled' only"),
         ({"skipped": {0: 7, 2: 1}}, "'scaled' skipped 7 steps (seed 0), 1 step (seed 2)"),
         ({"seeds": (0, 2), "final": (3.0, 3.1), "diverged": {1: 40}}, "'scaled' diverged at step 40 (seed 1)"),
     ):

@@ -166,9 +166,9 @@ class Advise:
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
 
     def _without_lambda(self, total: float | None) -> Advice:
-        verdict, answer = "", "Decay does nothing in this run; leave lambda as it is."
+        verdict, answer = "", "Decay is too weak to matter in this run; leave lambda as it is."
         if self.training == "pretraining":
-            answer = "Decay does nothing in this run at any usual lambda."
+            answer = "Decay is too weak to matter in this run at any usual lambda."
             note = "With so few steps at such a low rate, no usual lambda removes much of a weight."
             if total is not None and total >= IDLE:
                 verdict = "fine" if total <= FINE * BEST else "large"

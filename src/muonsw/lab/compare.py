@@ -531,11 +531,13 @@ def verdict(outcome: Outcome, tuned: Sequence[TuningResult] = (), advice: Advice
 
     known = [arm for arm in outcome.arms if not math.isnan(arm.total_decay)]  # not rules that depend on gradients
     totals = ", ".join(f"{arm.total_decay:.2g} ({arm.name!r})" for arm in known)
-    if known and all(arm.total_decay < IDLE for arm in outcome.arms):
+    acting = [arm for arm in known if arm.total_decay >= IDLE]
+    if acting:
+        where = "in this run" if acting == known else f"under {' and '.join(repr(arm.name) for arm in acting)} only"
+        lines.append(f"Decay matters {where}: total decay is {totals}.")
+    elif known == list(outcome.arms):
         idle = f"Too short for decay to matter: total decay is {totals}, below {IDLE:g}."
         lines.append(f"{idle} Raise lambda or train longer.")
-    elif known:
-        lines.append(f"Decay matters in this run: total decay is {totals}.")
     if advice and advice.verdict and len({arm.weight_decay for arm in outcome.arms if arm.name != CONTROL}) == 1:
         favours = "Too large a lambda favours the rule that decays less." if advice.verdict == "large" else ""
         lines += [advice.answer, favours]
