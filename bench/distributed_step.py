@@ -7,8 +7,9 @@
 
 Each number of ranks is one `torchrun` of this file. The matrices of a decoder are plain tensors that every rank updates
 alone (`whole`), sharded as by FSDP2 (`fsdp`), or copied as by DDP with the work shared (`ddp`). Contenders take
-turns on the same gradients. It prints medians of the slowest rank: a step, and its host time. Before anything is timed,
-steps are checked against the same steps on one rank.
+turns on the same gradients. It prints medians of the slowest rank: a step that starts on an idle device, its host time,
+and a step among others in a row; and each rank's state. Before anything is timed, steps are checked against the same
+steps on one rank.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SETS: dict[str, list[tuple[int, ...]]] = {
     "1b": decoder(2048, 24), "7b": decoder(4096, 32),
 }  # fmt: skip
 STRATEGIES = ["whole", "fsdp", "ddp"]
-LR, WARMUP = 1e-3, 10
+LR, WARMUP, IN_A_ROW = 1e-3, 10, 10
 
 Build = Callable[[list[Tensor], DeviceMesh], torch.optim.Optimizer]
 
@@ -123,18 +124,23 @@ def check(build: Build, shapes: list[tuple[int, ...]], mesh: DeviceMesh, strateg
         assert (full - b).abs().max() < 1e-2 * LR * max(b.shape), "steps on many ranks differ from those on one"
 
 
-def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> tuple[float, float]:
-    """Seconds until the slowest rank finishes a step, and until the slowest host does."""
-    dist.barrier()
-    synchronize(torch.device(mesh.device_type))
-    begun = time.perf_counter()
-    optimizer.step()
-    host = time.perf_counter() - begun
-    synchronize(torch.device(mesh.device_type))
-    taken = torch.tensor([time.perf_counter() - begun, host], device=mesh.device_type)
+def timed(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> list[float]:
+    """Seconds on the slowest rank: one step from an idle device, its host time, and each of several steps in a row."""
+    device = torch.device(mesh.device_type)
+
+    def seconds(steps: int) -> tuple[float, float]:
+        dist.barrier()
+        synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(steps):
+            optimizer.step()
+        host = time.perf_counter() - begun
+        synchronize(device)
+        return time.perf_counter() - begun, host
+
+    taken = torch.tensor([*seconds(1), seconds(IN_A_ROW)[0] / IN_A_ROW], device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
-    seconds, host = taken.tolist()
-    return seconds, host
+    return taken.tolist()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -158,9 +164,10 @@ def worker(options: argparse.Namespace) -> None:
         ways = {name: partial(timed, optimizer, mesh) for name, optimizer in running.items()}
         times = in_turn(ways, options.rounds, WARMUP)
         for name, optimizer in running.items():
-            seconds, host = map(statistics.median, zip(*times[name], strict=True))
+            seconds, host, each = map(statistics.median, zip(*times[name], strict=True))
             row = {"strategy": strategy, "ranks": mesh.size(), "contender": name, "device": device}
-            row |= {"ms": 1000 * seconds, "host_ms": 1000 * host, "state_mib": state_bytes(optimizer) / 2**20}
+            row |= {"ms": 1000 * seconds, "host_ms": 1000 * host, "in_a_row_ms": 1000 * each}
+            row["state_mib"] = state_bytes(optimizer) / 2**20
             if dist.get_rank() == 0:
                 print("RESULT " + json.dumps(row), flush=True)
             if hasattr(optimizer, "release"):  # dion's graph would keep the process group alive
@@ -173,7 +180,7 @@ def launch(options: argparse.Namespace, ranks: int) -> list[dict]:
     passed = ["--worker", "--set", options.set, "--rounds", str(options.rounds), "--strategies", *options.strategies]
     passed += ["--cpu"] if options.cpu else []
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    printed = subprocess.run(command + passed, check=True, capture_output=True, text=True, env=environment).stdout
+    printed = subprocess.run(command + passed, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
     return [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
 
 
@@ -196,10 +203,12 @@ def main() -> None:
     rows = [row for ranks in numbers for row in launch(options, ranks)]
     total = sum(map(math.prod, SETS[options.set]))
     print(f"{options.set}: {total / 1e6:.1f}M parameters, torch {torch.__version__}, {rows[0]['device']}")
-    print(f"{'strategy':9} {'ranks':>5}  {'contender':30} {'step, ms':>9} {'host, ms':>9} {'state, MiB a rank':>18}")
+    print(
+        f"{'strategy':9} {'ranks':>5}  {'contender':30} {'ms a step':>9} {'host':>9} {'in a row':>9} {'state, MiB':>11}"
+    )
     for row in sorted(rows, key=lambda r: (r["strategy"], r["contender"], r["ranks"])):
-        times = f"{row['ms']:9.2f} {row['host_ms']:9.2f}"
-        print(f"{row['strategy']:9} {row['ranks']:5}  {row['contender']:30} {times} {row['state_mib']:18.1f}")
+        times = f"{row['ms']:9.2f} {row['host_ms']:9.2f} {row['in_a_row_ms']:9.2f}"
+        print(f"{row['strategy']:9} {row['ranks']:5}  {row['contender']:30} {times} {row['state_mib']:11.1f}")
     save(rows, options.out)
 
 
