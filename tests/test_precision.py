@@ -96,16 +96,6 @@ def test_noise_is_a_known_hash_of_seed_and_place():
         assert torch.equal(part, whole[origin : origin + 10])
 
 
-def test_plain_rounding_loses_the_decay_and_warns():
-    param = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    with pytest.warns(UserWarning, match="rounding='nearest' loses decay"):
-        optimizer = MuonSW([param], lr=1e-2, weight_decay=0.1, rounding="nearest")
-    for _ in range(100):
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-    assert torch.equal(param, torch.ones_like(param))
-
-
 def test_automatic_product_dtype(monkeypatch):
     cpu, mps = torch.device("cpu"), torch.device("mps")
     assert product_dtype("auto", torch.float64, cpu) == torch.float64

@@ -16,7 +16,7 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     if has_kernels(group, weights[0].device):
         from muonsw.kernels.move import move as move_by_kernel
 
-        prepared = kernel_weights(group, update.parts, weights)
+        prepared = kernel_weights(update.parts, weights)
         if move_by_kernel(prepared, update.directions, update.scale, group["cautious"], ctx, update.factors):
             return
     eta, phi = ctx.applied(weights[0].dtype)
@@ -24,7 +24,7 @@ def apply_update(group: Group, update: Update, ctx: StepContext) -> None:
     directions = update.directions
     if update.factors is not None:
         directions = list(torch._foreach_mul(directions, scatter(update.factors, directions)))
-    if weights[0].dtype in LOW_PRECISION and group["rounding"] != "nearest":
+    if weights[0].dtype in LOW_PRECISION:
         # Decay and move in one float32 pass, and round once: a thousand bfloat16 decays of 1e-3, each rounded to
         # nearest, would not change the weight.
         for part, weight, direction in zip(update.parts, weights, directions, strict=True):

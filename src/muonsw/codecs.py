@@ -47,12 +47,12 @@ def is_encoded(group: Group) -> bool:
     return group["state_dtype"] in STORED or group["offload"]
 
 
-def rounds_state(group: Group) -> bool:
-    return group["state_dtype"] in STORED and group["rounding"] != "nearest"
-
-
 def is_code(value: Tensor) -> bool:
     return value.dtype in _LEVELS
+
+
+def _is_rounded(value: Tensor) -> bool:
+    return is_code(value) or value.dtype == torch.bfloat16
 
 
 @cache
@@ -112,7 +112,7 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
     for item in items:
         param, state = item.param, [item.state[key] for key in keys]
         ready = param.numel() and param.is_contiguous() and all(value.device == param.device for value in state)
-        ready = ready and all(_is_rounded(group, value) and value.is_contiguous() for value in state)
+        ready = ready and all(_is_rounded(value) and value.is_contiguous() for value in state)
         # Large low-precision weights are cut into chunks, on which their noise depends; kernels do not cut.
         if not ready or (param.dtype in LOW_PRECISION and param.nbytes > ctx.chunk_bytes):
             unsupported.append(item)
@@ -124,7 +124,7 @@ def update_in_place(group: Group, items: list[Item], ctx: StepContext) -> list[I
         encoded = {}
         for number, key in enumerate(keys):
             scales = [item.state[f"{key}{SCALE}"] for item in same_form] if block else []
-            noises = [noise for item in same_form if (noise := _noise(group, item, number)) is not None]
+            noises = [_noise(item, number) for item in same_form]
             encoded[key] = StoredState([item.state[key] for item in same_form], scales, noises)
         if not in_place(group, whole_parts(same_form), encoded, ctx):
             unsupported += same_form
@@ -152,7 +152,7 @@ def decode_items(group: Group, items: Sequence[Item]) -> list[Item]:
     decoded, keys = [], _encoded_keys(group)
     for item in items:
         state, param = dict(item.state), item.param
-        for key in [key for key in keys if _is_rounded(group, item.state[key])]:
+        for key in [key for key in keys if _is_rounded(item.state[key])]:
             value = item.state[key]
             if is_code(value):
                 value = decode(value, item.state[f"{key}{SCALE}"], fused=group["fused"] is not False)
@@ -171,11 +171,12 @@ def encode_items(group: Group, items: Sequence[Item], decoded: Sequence[Item], o
     fused = group["fused"] is not False
     for item, computed in zip(items, decoded, strict=True):
         for number, key in enumerate(_encoded_keys(group)):
-            target, noise = item.state[key], _noise(group, item, number)
+            target = item.state[key]
             if is_code(target):
-                encode(computed.state[key], target, item.state[f"{key}{SCALE}"], noise, ok, fused=fused)
-            elif noise is not None and target.dtype == torch.bfloat16:
-                round_bfloat16(computed.state[key], target, noise, ok, fused=fused)
+                scale = item.state[f"{key}{SCALE}"]
+                encode(computed.state[key], target, scale, _noise(item, number), ok, fused=fused)
+            elif _is_rounded(target):
+                round_bfloat16(computed.state[key], target, _noise(item, number), ok, fused=fused)
 
 
 def _encoded_keys(group: Group) -> list[str]:
@@ -184,14 +185,8 @@ def _encoded_keys(group: Group) -> list[str]:
     return [key for key, spec in specs.items() if spec.shape is None and not spec.counter]
 
 
-def _is_rounded(group: Group, value: Tensor) -> bool:
-    return is_code(value) or (value.dtype == torch.bfloat16 and rounds_state(group))
-
-
-def _noise(group: Group, item: Item, number: int) -> Noise | None:
-    """The noise that rounds tensor `number` of a parameter's state; None rounds to nearest."""
-    if not rounds_state(group):
-        return None
+def _noise(item: Item, number: int) -> Noise:
+    """The noise that rounds tensor `number` of a parameter's state."""
     place = item.position - noise_place(item.parameter)  # the noise has the origin of a shard separately
     key = (place * 0x10001 + number + 1) & 0x7FFFFFFF
     return Noise(item.state["step"], key, position(item.parameter))

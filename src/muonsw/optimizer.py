@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,12 +30,11 @@ from muonsw.options import (
     require_model,
     validate_option,
 )
-from muonsw.precision import LOW_PRECISION
 from muonsw.presets import PRESETS
 from muonsw.routing import reasons_table, route, routing_table
 from muonsw.state import state_bytes
 from muonsw.step import take_step
-from muonsw.text import counted, sized, text_table, users_line
+from muonsw.text import counted, sized, text_table
 from muonsw.work import Group, named_params
 
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -165,11 +163,6 @@ class ScaledDecayOptimizer(Optimizer):
                 refuse_parameter(name, param)
                 algorithm.validate(group, name, param)
                 refuse_shards(name, group, param)
-            if group["rounding"] == "nearest" and any(p.dtype in LOW_PRECISION for p in group["params"]):
-                warnings.warn(
-                    "rounding='nearest' loses decay and small updates of low-precision weights; use 'stochastic'",
-                    stacklevel=users_line(),
-                )
         except BaseException:
             self.param_groups.pop()
             raise

@@ -49,9 +49,6 @@ class GroupOptions(TypedDict, total=False):
     offload: bool
     """keep state in pinned host memory and copy it to the GPU and back during the step; no effect on CPU parameters.
     Synchronize the device before you read `optimizer.state` yourself."""
-    rounding: str
-    """how bfloat16 and float16 weights, and bfloat16 and 8-bit state, are rounded: "stochastic", or "nearest", which
-    loses decay; with such weights it warns."""
     maximize: bool
     """maximize the objective instead of minimizing it."""
     fused: bool | None
@@ -177,7 +174,6 @@ _COMMON: dict[str, tuple[Any, Check]] = {
     "lr_multiplier": (1.0, _number(1e-30)),
     "state_dtype": (AUTO, _dtype(AUTO, "float64", "float32", "bfloat16", INT8)),
     "offload": (False, _flag),
-    "rounding": ("stochastic", _one_of("stochastic", "nearest")),
     "maximize": (False, _flag),
     "fused": (None, _or_none(_flag)),
     "role": (None, _or_none(_check("a string", lambda value: isinstance(value, str)))),
@@ -261,6 +257,7 @@ REMOVED = dict.fromkeys(
 # Other libraries' names for our options, and what to do instead of their other options.
 _SYNONYMS = {"wd": "weight_decay", "learning_rate": "lr", "epsilon": "eps", "use_muon": "algorithm"}
 _INSTEAD = {
+    "rounding": "low-precision weights and state are always rounded stochastically",
     "preset": "pass it to for_model, which routes a whole model",
     "differentiable": "steps are not differentiable",
     "capturable": "capture only forward and backward; small steps replay as CUDA graphs automatically",

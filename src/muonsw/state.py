@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from muonsw.algorithms import ALGORITHMS
-from muonsw.codecs import block_length, decode, encode, is_code, refuse_shards, rounds_state
+from muonsw.codecs import block_length, decode, encode, is_code, refuse_shards
 from muonsw.distributed.shards import (
     held_state,
     is_dtensor,
@@ -27,7 +27,7 @@ from muonsw.distributed.shards import (
     zeros_like_state,
 )
 from muonsw.matrices import MatrixView
-from muonsw.precision import INT8, LOW_PRECISION, SCALE, state_dtype
+from muonsw.precision import INT8, LOW_PRECISION, SCALE, STORED, state_dtype
 from muonsw.slots import wide_dtype
 from muonsw.work import Group, label_of, named_params
 
@@ -70,7 +70,7 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
             scales = torch.Size((param.shape[0], math.prod(param.shape[1:]) // block))
             known[key] = StateLayout(key, param.shape, torch.uint8 if spec.squares else torch.int8, None, on_host)
             known[f"{key}{SCALE}"] = StateLayout(key, scales, torch.float32, 2, on_host)
-    if rounds_state(group) or (param.dtype in LOW_PRECISION and group["rounding"] == "stochastic"):
+    if group["state_dtype"] in STORED or param.dtype in LOW_PRECISION:
         known["step"] = COUNTER_LAYOUT  # the noise of rounding depends on it
     return known
 
@@ -78,7 +78,7 @@ def layouts(group: Group, param: Tensor) -> dict[str, StateLayout]:
 def allocate(optimizer: ScaledDecayOptimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
         specs = tuple(ALGORITHMS[group["algorithm"]].state(group))
-        options = (group["algorithm"], group["state_dtype"], group["rounding"], specs)
+        options = (group["algorithm"], group["state_dtype"], specs)
         before = optimizer._allocated.get(number, options)
         if before[:2] != options[:2]:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The public optimizers: one engine, three default algorithms.
 
 Each signature starts with the rates and the decay rule, continues with the options of its algorithm, and ends with
-those of kernels, graphs and ranks. `GroupOptions` describes the options that all of them share (`rounding`, ...).
+those of kernels, graphs and ranks. `GroupOptions` describes the options that all of them share (`cautious`, ...).
 """
 
 from __future__ import annotations

@@ -70,7 +70,6 @@ def test_a_flag_prevents_writes_and_nan_is_stored(device):
 SHAPES = [(16, 256), (5, 1009), (70, 96), (9, 512), (48,)]
 FORMS = {
     "int8": {"state_dtype": "int8"},
-    "int8, nearest": {"state_dtype": "int8", "rounding": "nearest"},
     "bfloat16": {"state_dtype": "bfloat16"},
     "bfloat16 weights": {"state_dtype": "int8", "dtype": torch.bfloat16},
     "cautious": {"state_dtype": "int8", "cautious": True, "maximize": True},

@@ -57,7 +57,7 @@ def closure_and_groups() -> None:
     """The two forms of a step, and groups of one's own."""
     weight, bias = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))
     groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}]
-    optimizer = MuonSW(groups, lr=0.02, momentum=0.95, peak_lr=0.02, rounding="nearest")
+    optimizer = MuonSW(groups, lr=0.02, momentum=0.95, peak_lr=0.02, maximize=True)
 
     def closure() -> float:
         optimizer.zero_grad()

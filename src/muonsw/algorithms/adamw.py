@@ -65,7 +65,7 @@ def in_place(group: Group, parts: list[Part], state: dict[str, StoredState], ctx
     weights, grads = columns(parts, ())
     counters = [part.item.state["step"] for part in parts]
     averages, squares = (state[key] for key in KEYS)
-    return adamw(group, kernel_weights(group, parts, weights), grads, averages, squares, counters, ctx)
+    return adamw(group, kernel_weights(parts, weights), grads, averages, squares, counters, ctx)
 
 
 def _by_torch(group: Group, parts: list[Part], lists: list[list[Tensor]], ctx: StepContext) -> bool:

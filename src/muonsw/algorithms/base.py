@@ -103,10 +103,10 @@ def rounding_key(part: Part) -> int:
     return place & 0x7FFFFFFF
 
 
-def kernel_weights(group: Group, parts: list[Part], weights: list[Tensor]) -> Weights:
+def kernel_weights(parts: list[Part], weights: list[Tensor]) -> Weights:
     from muonsw.kernels.move import Weights
 
-    if weights[0].dtype not in LOW_PRECISION or group["rounding"] == "nearest":
+    if weights[0].dtype not in LOW_PRECISION:
         return Weights(weights)
     counters = [part.item.state["step"] for part in parts]
     return Weights(weights, counters, [rounding_key(part) for part in parts])

@@ -48,8 +48,7 @@ CHANCE = 6.0  # standard errors that noise never reaches
 REACHED = 0.95  # sampled steps miss the exact peak of a schedule
 DEFECT_RANGE = (0.68, 1.21)  # five Newton-Schulz steps map singular values above 1.5e-3 of the largest into this range
 TOO_FAST = 0.4  # phi over 1 - beta; theory assumes that decay is slow compared with momentum
-ROUNDING, NEARLY_ALWAYS, MANY_SKIPPED = 0.05, 0.9, 0.01
-ENOUGH_MOVES = 100  # of single elements, to tell updates lost in rounding from chance
+NEARLY_ALWAYS, MANY_SKIPPED = 0.9, 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,26 +318,6 @@ def defect_out_of_range(history: History) -> str | None:
     return f"Muon's direction for {words(history)} has size {defect:.2f} (1 is orthogonal): {cause}."
 
 
-def lost_in_rounding(history: History) -> str | None:
-    r, s, phi, a = map(history.column, MEASURED)
-    intended = (phi * r + a * s) ** 2 + (1.0 - a**2) * s**2
-    shares = history.column("applied_rms") ** 2 / np.where(intended > 0.0, intended, np.nan)
-    shares = _known(shares[history.since_peak])
-    # Stochastic rounding moves few elements at a time (in bfloat16 about 256 times the relative update), but on average
-    # as far as intended, so shares scatter around one.
-    moves = 256.0 * _known((history.column("numel") * history.column("relative_update"))[history.since_peak]).sum()
-    if len(shares) < MIN_SAMPLES or moves < ENOUGH_MOVES:
-        return None
-    scatter = CHANCE * float(shares.std(ddof=1)) / math.sqrt(len(shares))
-    if not shares.mean() + scatter < (1.0 - ROUNDING) ** 2:
-        return None
-    arrived = math.sqrt(shares.mean())
-    return (
-        f"Steps move {words(history)} by {percent(arrived)} of what decay and update intend: the rest is lost in "
-        'rounding. Keep them in float32, or use rounding="stochastic".'
-    )
-
-
 def always_clipped(history: History) -> str | None:
     limit, norms = history.setting("clip"), history.run.train.known("grad_norm")[1]
     clipped = norms > limit if limit and len(norms) else history.run.telemetry.known("clipped")[1]
@@ -371,7 +350,6 @@ RULES = (
     Rule("skipped", skipped, live=True),
     Rule("collapsing", collapsing, weights=True, live=True),
     Rule("large-updates", large_updates, weights=True, live=True),
-    Rule("rounding", lost_in_rounding, weights=True, live=True),
     Rule("peak-not-reached", peak_not_reached, weights=True),
     Rule("defect", defect_out_of_range, weights=True),
     Rule("clipping", always_clipped, live=True),

@@ -200,9 +200,9 @@ class Telemetry:
         record |= {"skipped": skipped, "was_skipped": was_skipped}
         if ours is not None:
             record |= {"matrices": summary.matrices, "groups": []}
-            for entry, group in zip(map(asdict, summary.groups), optimizer.param_groups, strict=True):
+            for entry in map(asdict, summary.groups):
                 diverged = [key for key, value in entry.items() if isinstance(value, float) and not isfinite(value)]
-                record["groups"].append({**entry, **dict.fromkeys(diverged), "rounding": group["rounding"]})
+                record["groups"].append(entry | dict.fromkeys(diverged))
             if (clipped := clipped_share(ours)) is not None:
                 record["clipped"] = clipped
         return record
