@@ -379,16 +379,3 @@ def test_a_saved_step_count_may_be_a_number_and_is_not_rounded():
         torch.set_default_dtype(torch.float32)
     step = ours.state[ours.param_groups[0]["params"][0]]["step"]
     assert (float(step), step.dtype) == (1001.0, torch.float32)
-
-
-def test_a_saved_momentum_of_none_starts_at_zero():
-    """As older versions of torch saved SGD without momentum."""
-    param = nn.Parameter(torch.ones(2, 3))
-    saved = torch.optim.SGD([param], lr=0.1).state_dict() | {"state": {0: {"momentum_buffer": None}}}
-    optimizer = SGDSW([param], lr=0.1, weight_decay=0.0)
-    optimizer.load_state_dict(saved)
-    optimizer.param_groups[0]["momentum"] = 0.5
-    for _ in range(2):
-        param.grad = torch.ones(2, 3)
-        optimizer.step()
-    torch.testing.assert_close(param.detach(), torch.full((2, 3), 1 - 0.1 - 0.15))

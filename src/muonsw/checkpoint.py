@@ -131,11 +131,6 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
             f"incomplete state_dict: it needs state and param_groups with params, and has "
             f"{', '.join(map(str, saved)) or 'nothing'}; pass the result of optimizer.state_dict()"
         )
-    # older versions of torch's SGD save None for a missing momentum
-    states = {
-        key: {name: value for name, value in state.items() if value is not None}
-        for key, state in saved["state"].items()
-    }
     saved_groups = [group if "algorithm" in group else _translated(group) for group in saved["param_groups"]]
     completed: list[Group] = []
     for number, (old, here) in enumerate(zip(_matched(saved_groups, groups), groups, strict=True)):
@@ -158,8 +153,8 @@ def translated_state(saved: StateDict, groups: list[Group]) -> StateDict:
         defaults = OPTIONAL - {"total_steps"} if "peak_lr" in old else ()
         inherited = {key: value for key, value in here.items() if key not in defaults}
         completed.append({**inherited, **fresh, **group, **unsaved})
-        _refuse_unfit(completed[-1], here, number, states)
-    return {**saved, "state": states, "param_groups": completed}
+        _refuse_unfit(completed[-1], here, number, saved["state"])
+    return {**saved, "param_groups": completed}
 
 
 def _translated(group: Group) -> Group:
