@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, Telemetry
+from muonsw import AdamWSW, MuonSW, NonFiniteGradientError, Telemetry, state
 from muonsw.apply import apply_update
 from muonsw.state import zeros
+from muonsw.work import named_params
 from tests.common.problems import OPTIMIZERS, assert_same, matrices, run, set_gradients
 
 
@@ -383,3 +384,13 @@ def test_torchs_default_dtype_and_device_change_nothing(algorithm, options):
     assert {tensor.device.type for tensor in actual[0]} == {"cpu"}
     assert_same(actual[0], expected[0])
     assert actual[1] == expected[1]
+
+
+def test_the_first_step_names_each_parameter_once(monkeypatch):
+    """Naming all parameters for each of them took minutes for a model of ten thousand."""
+    named = []
+    monkeypatch.setattr(state, "named_params", lambda *given: named.append(given) or named_params(*given))
+    optimizer = AdamWSW(matrices(*[(2, 2)] * 20), lr=0.1)
+    set_gradients(optimizer.param_groups[0]["params"], 0)
+    optimizer.step()
+    assert len(named) == len(optimizer.param_groups)

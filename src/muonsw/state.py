@@ -86,13 +86,12 @@ def allocate(optimizer: ScaledDecayOptimizer) -> None:
                 f"param_groups of optimizer.state_dict() and load that"
             )
         settled = number in optimizer._allocated and before == options
-        for place, param in enumerate(group["params"]):
+        for name, param in named_params(group, number):
             state = optimizer.state.get(param) or {}
             if settled and (not specs or specs[0] in state):
                 continue
             if not (param.requires_grad or param.grad is not None):
                 continue
-            name, _ = list(named_params(group, number))[place]
             refuse_shards(name, group, param)  # frameworks may put DTensors into groups
             missing = {key: layout for key, layout in layouts(group, param).items() if key not in state}
             optimizer.state[param].update({key: zeros(layout, param) for key, layout in missing.items()})
