@@ -100,4 +100,4 @@ class StoredState(NamedTuple):
 
     values: Sequence[Tensor]  # floats, or codes
     scales: Sequence[Tensor] = ()  # of codes, one for each block
-    noises: Sequence[Noise] = ()  # for rounding; none rounds to nearest
+    noises: Sequence[Noise] = ()  # of codes and bfloat16, for rounding
