@@ -10,7 +10,7 @@ import torch
 from muonsw.lab.theory.hypotheses import HypothesisError, check_rates, robbins_monro
 from muonsw.lab.theory.matrix import muon_loss_floor, muon_norm_bounds
 from muonsw.lab.theory.muon import noise_floor
-from muonsw.lab.theory.norm import constant_decay_norm_limit, next_norm, scaled_decay_norm_limit, steady_state_norm
+from muonsw.lab.theory.norm import next_norm, steady_state_norm
 from muonsw.lab.theory.scalar import (
     constant_decay_fixed_point,
     constant_decay_loss_gap,
@@ -44,9 +44,13 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
         (noise_floor, (), FLOOR, {"beta": 1.0}, "0 <= beta < 1"),
         (next_norm, (1.0,), STEP, {"phi": 1.5}, "0 <= phi <= 1"),
         (next_norm, (1.0,), STEP, {"a": 1.5}, "-1 <= a <= 1"),
-        (steady_state_norm, (), STEP, {"phi": 0.0}, "phi > 0"),
-        (scaled_decay_norm_limit, (), {"lam": 0.1, "eta_max": 0.01, "k": 1.0}, {"lam": 0.0}, "lambda > 0"),
-        (constant_decay_norm_limit, (), {"lam": 0.1, "a0": 0.0}, {"a0": -1.0}, "a0 >= 0"),
+        (
+            steady_state_norm,
+            (),
+            {name: torch.tensor(x) for name, x in STEP.items()},
+            {"phi": torch.zeros(())},
+            "phi > 0",
+        ),
     ],
 )
 def test_a_violated_hypothesis_is_named(function, arguments, settings, change, hypothesis):
