@@ -19,7 +19,6 @@ from muonsw.lab.diagnose import (
     History,
     diagnose,
     examine,
-    late_fits,
 )
 from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
@@ -195,20 +194,6 @@ def test_a_finding_is_repeated_rarely_and_memory_is_bounded():
         findings({"step": step, "all": record, "roles": {"hidden": record}, "skipped": 0})
     assert [step for step, _ in findings.history] == [5, 5 * AGAIN]
     assert len(findings._records) <= MOST_SAMPLES
-
-
-def test_the_papers_late_fits_are_recovered(tmp_path):
-    def fits(name, offset, slope, **settings):
-        change = lambda _role, record: record | {"alignment_update": -offset - slope * record["lr"]}  # noqa: E731
-        return late_fits(make_history(tmp_path / name, lr=4.8e-3, change=change, **settings))
-
-    line = fits("line", 7.4e-3, 40.5, steps=1000, every=5)
-    assert (line.offset, line.slope) == pytest.approx((7.4e-3, 40.5), rel=1e-9)
-    history = make_history(tmp_path / "late", steps=1000, every=5)
-    assert history.steps[history.late][0] == pytest.approx(1000 * (1 - 50 / 376), abs=5)
-    assert fits("origin", 0.0, 20.8, steps=1000, every=5).k == pytest.approx(20.8, rel=1e-9)
-    assert fits("flat", 0.0, 20.8, final=1.0, steps=500, every=5) is None
-    assert fits("few", 0.0, 20.8, steps=200, every=50) is None
 
 
 def test_the_command_prints_findings_and_norms_and_draws_one_figure(tmp_path, capsys):

@@ -32,7 +32,6 @@ from muonsw.text import counted
 
 Array = NDArray[np.float64]
 
-LATE = 0.133  # the paper fits the alignment over the last 50,000 of 376,000 steps
 LARGEST = 1e100  # values above come from damaged records or diverged float64 weights; their squares overflow
 MIN_SAMPLES = 5
 MUON_BETA = 0.95  # assumed for weights that Muon moves when no configuration says otherwise
@@ -129,12 +128,6 @@ class History:
         """Whether the last sample of an unfinished run has the highest learning rate so far."""
         return self.peak_at == len(self.steps) - 1 and not self.run.complete
 
-    @property
-    def late(self) -> NDArray[np.bool_]:
-        """Mask of the samples in the last part of the run."""
-        first, last = self.steps[0], self.steps[-1]
-        return np.asarray(self.steps > last - LATE * (last - first))
-
     @cached_property
     def total_decay(self) -> Array:
         """The sum of phi over all steps up to each sample, with phi interpolated between samples."""
@@ -164,25 +157,6 @@ def open_history(run: Run, scope: str = "") -> History:
         choices = ", ".join(name for name in scopes if not name.startswith("parameter:"))
         raise UsageError(f"{run.path} has no telemetry of {scope!r}; --scope can be {choices}")
     return History(run, scope)
-
-
-class LateFits(NamedTuple):
-    """Least squares of the late alignment over the learning rate: `a = -k eta` and `a = -offset - slope eta`."""
-
-    k: float
-    offset: float
-    slope: float
-
-
-def late_fits(history: History) -> LateFits | None:
-    """Fit the alignment over the last part of a run; None with too few samples or a flat learning rate."""
-    lr, alignment = history.column("lr"), history.column("alignment_update")
-    where = history.late & np.isfinite(lr) & np.isfinite(alignment) & (lr > 0)
-    if where.sum() < MIN_SAMPLES or np.ptp(lr[where]) < 1e-3 * lr[where].mean():
-        return None
-    lr, alignment = lr[where], alignment[where]
-    slope, offset = np.polyfit(lr, alignment, 1)
-    return LateFits(-float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
 
 
 # The rules. Each examines a history and says what is wrong and what to do, or returns None.

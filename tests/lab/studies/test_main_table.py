@@ -13,6 +13,7 @@ from muonsw.lab.runs import Run, tabulate
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
 from muonsw.lab.studies.scales import SCALES
+from tests.lab.made_runs import make_history
 from tests.lab.studies.made_runs import pair, verdicts, written
 from tests.lab.studies.small_comparisons import QUIET, tiny_scale, train_in
 
@@ -145,6 +146,20 @@ def test_late_fits_are_compared_in_the_papers_terms():
     norm = arms["scaled"][0].scope("decayed")["weight_rms"][-1]
     assert claims["scaled-slope"].measured == pytest.approx(38 * 0.176 / (2 * norm), rel=0.1)
     assert claims["defect"].holds
+
+
+def test_the_papers_late_fits_are_recovered(tmp_path):
+    def fits(name, offset, slope, **settings):
+        change = lambda _role, record: record | {"alignment_update": -offset - slope * record["lr"]}  # noqa: E731
+        return main_table.late_fits(make_history(tmp_path / name, lr=4.8e-3, change=change, **settings))
+
+    line = fits("line", 7.4e-3, 40.5, steps=1000, every=5)
+    assert (line.offset, line.slope) == pytest.approx((7.4e-3, 40.5), rel=1e-9)
+    history = make_history(tmp_path / "late", steps=1000, every=5)
+    assert history.steps[main_table.late(history)][0] == pytest.approx(1000 * (1 - 50 / 376), abs=5)
+    assert fits("origin", 0.0, 20.8, steps=1000, every=5).k == pytest.approx(20.8, rel=1e-9)
+    assert math.isnan(fits("flat", 0.0, 20.8, final=1.0, steps=500, every=5).k)
+    assert math.isnan(fits("few", 0.0, 20.8, steps=200, every=50).k)
 
 
 @pytest.mark.slow

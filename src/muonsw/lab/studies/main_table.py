@@ -10,8 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from muonsw.lab import paper
 from muonsw.lab.compare import (
@@ -26,7 +28,7 @@ from muonsw.lab.compare import (
     paired,
     same_total,
 )
-from muonsw.lab.diagnose import History, LateFits, late_fits, open_history
+from muonsw.lab.diagnose import MIN_SAMPLES, History, open_history
 from muonsw.lab.paper import Tolerance
 from muonsw.lab.runs import Run
 from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
@@ -180,6 +182,7 @@ def judge_printed(width: int, constant: Sequence[Run], scaled: Sequence[Run]) ->
 
 # ---- The telemetry of the headline runs
 
+LATE = 0.133  # the paper fits the alignment over the last 50,000 of 376,000 steps
 STEADY_FIGURE = Source(paper.STEADY, SAME_RUNS)
 DEFECT_FIGURE = Source("appendix, figure on Newton-Schulz", SAME_RUNS)
 GRADIENT_FIGURE = Source("appendix, figure on gradient and momentum", SAME_RUNS)
@@ -198,7 +201,7 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
     for rule in RULES:
         outward = f"{rule} decay: updates push weights outward (late cosine of weight and update)"
         follows = f"{rule} decay: end norm that the recursion predicts from the first one, over the observed"
-        cosine = over_seeds([seen.typical(seen.column("alignment_update"), seen.late) for seen in histories[rule]])
+        cosine = over_seeds([seen.typical(seen.column("alignment_update"), late(seen)) for seen in histories[rule]])
         ratio = over_seeds(list(map(recursion_ratio, histories[rule])))
         claims += [
             below(f"{rule}-alignment", outward, STEADY_FIGURE, cosine, 0.0, NEGATIVE),
@@ -261,9 +264,9 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
     parts = "the last 50 of 376 parts of the run; learning rates are those of the matrices, as muP divides them"
     figure = Source(LATE_FIGURE.reference, parts)
     slope, line = "scaled decay: k of the late fit a = -k eta", "constant decay: {} of the late fit a = -a0 - k eta"
-    k_scaled = over_seeds([late_fit(seen).k for seen in histories[SCALED]])
-    a0 = over_seeds([late_fit(seen).offset for seen in histories[CONSTANT]])
-    k = over_seeds([late_fit(seen).slope for seen in histories[CONSTANT]])
+    k_scaled = over_seeds([late_fits(seen).k for seen in histories[SCALED]])
+    a0 = over_seeds([late_fits(seen).offset for seen in histories[CONSTANT]])
+    k = over_seeds([late_fits(seen).slope for seen in histories[CONSTANT]])
     return [
         *claims,  # `defect` and `size` are those of scaled decay, the last rule
         within("defect", size, DEFECT_FIGURE, over_seeds(defect), *paper.DEFECT),
@@ -291,11 +294,32 @@ def late_over_peak(seen: History) -> float:
     """The late alignment over the alignment while the learning rate is above nine tenths of its peak."""
     alignment, lr = seen.column("alignment_update"), seen.column("lr")
     high = (lr >= 0.9 * seen.highest("lr")) & np.isfinite(lr)
-    return seen.typical(alignment, seen.late) / seen.typical(alignment, high)
+    return seen.typical(alignment, late(seen)) / seen.typical(alignment, high)
 
 
-def late_fit(seen: History) -> LateFits:
-    return late_fits(seen) or LateFits(math.nan, math.nan, math.nan)
+def late(seen: History) -> NDArray[np.bool_]:
+    """Mask of the samples in the last part of the run."""
+    first, last = seen.steps[0], seen.steps[-1]
+    return np.asarray(seen.steps > last - LATE * (last - first))
+
+
+class LateFits(NamedTuple):
+    """Least squares of the late alignment over the learning rate: `a = -k eta` and `a = -offset - slope eta`."""
+
+    k: float
+    offset: float
+    slope: float
+
+
+def late_fits(seen: History) -> LateFits:
+    """Fit the alignment over the last part of a run; NaN with too few samples or a flat learning rate."""
+    lr, alignment = seen.column("lr"), seen.column("alignment_update")
+    where = late(seen) & np.isfinite(lr) & np.isfinite(alignment) & (lr > 0)
+    if where.sum() < MIN_SAMPLES or np.ptp(lr[where]) < 1e-3 * lr[where].mean():
+        return LateFits(math.nan, math.nan, math.nan)
+    lr, alignment = lr[where], alignment[where]
+    slope, offset = np.polyfit(lr, alignment, 1)
+    return LateFits(-float(lr @ alignment / (lr @ lr)), -float(offset), -float(slope))
 
 
 MAIN_TABLE = Study(
