@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 
 def short_run(name, folder, options=(), **settings):
     """A short run of a worked task, about which the check has nothing to note."""
-    task = TaskConfig(str(EXAMPLES / f"{name}.py"), options, eval_batches=2)
+    task = TaskConfig(str(EXAMPLES / f"{name}.py"), options)
     checked = check_task(task)
     assert checked.notes == ()
     train(task_run(task, checked, **{"threads": 1, **settings}), folder)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from muonsw.lab.files import plain
 
 T = TypeVar("T")
-# The last commit with the settings that classes list in `RETIRED`.
+# A commit with all settings that classes list in `RETIRED`.
 LAST_WITH_RETIRED = "15506f24"
 _hints = cache(get_type_hints)  # parsing annotations takes longer than everything else
 

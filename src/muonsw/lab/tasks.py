@@ -55,7 +55,7 @@ CALLS = {
 OPTIONAL = ("metrics", "patterns")
 TRAIN: Final = "train"
 VALIDATION: Final = "validation"
-# All seeds validate on the same batches: 16 if the source has no length.
+# All seeds validate on the same batches.
 VALIDATION_SEED, EVAL_BATCHES = 0, 16
 # Keys of an evaluation record, which metrics cannot use as names.
 RESERVED = ("kind", "step", "loss")
@@ -80,16 +80,11 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
+    RETIRED: ClassVar[Mapping[str, Any]] = {"eval_batches": None}
     path: str  # a Python file
     options: tuple[str, ...] = ()  # options that differ from their defaults, as `name=value`
     # A hash of the file. None accepts any; the run then records the hash and requires it when it resumes.
     fingerprint: str | None = None
-    # Validation batches. None takes all if the source has a length, else the first 16.
-    eval_batches: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.eval_batches is not None and self.eval_batches < 1:
-            raise ValueError(f"task.eval_batches={self.eval_batches} must be at least 1")
 
     @property
     def name(self) -> str:
@@ -377,7 +372,7 @@ class UserTask(Task):
 
     def validation(self, *, ranks: int, rank: int) -> Iterator[tuple[Batch, int]]:
         number = -1
-        for number, batch in enumerate(self.held_out.first(self.config.eval_batches)):
+        for number, batch in enumerate(self.held_out.for_validation()):
             if number % ranks == rank:
                 yield batch, rows_of(batch)
         if number < 0:
@@ -422,9 +417,9 @@ class BatchSource:
             self._next += 1
         return self._last
 
-    def first(self, most: int | None = None) -> Iterator[Batch]:
-        """The first batches, without repeats; by default all if the source has a length."""
-        limit = min(most or self._length, self._length) if self._length else most or EVAL_BATCHES
+    def for_validation(self) -> Iterator[Batch]:
+        """All batches if the source has a length, else the first 16, without repeats."""
+        limit = self._length or EVAL_BATCHES
         batches = map(self._numbered, range(limit)) if self._numbered else iter(self._make())
         for number in range(limit):
             with generators_seeded(self.seed, self.split, number):
@@ -507,7 +502,7 @@ def _check_task(config: TaskConfig, seed: int) -> Checked:
 
     train, again = (BatchSource(functions, TRAIN, seed) for _ in range(2))
     batch = train.batch(0)
-    validation = next(BatchSource(functions, VALIDATION, VALIDATION_SEED).first(1), None)
+    validation = next(BatchSource(functions, VALIDATION, VALIDATION_SEED).for_validation(), None)
     for split, first in ((TRAIN, batch), (VALIDATION, validation)):
         if not tensors_of(first):
             call = f"{config.name}: the first batch of batches({split!r}, seed)"
