@@ -21,7 +21,6 @@ from muonsw.lab.compare import (
     Arm,
     ArmOutcome,
     Difference,
-    Key,
     Outcome,
     advice_for,
     by_arm,
@@ -251,7 +250,7 @@ def search(loss_of, arms=ARMS[1:]):
     def train(comparisons):
         calls.append(comparisons[0])
         losses = {each.name: loss_of(each.optimizer.weight_decay) for each in comparisons[0].arms}
-        return {Key("search"): {name: [SimpleNamespace(final_loss=loss)] for name, loss in losses.items()}}
+        return {"search": {name: [SimpleNamespace(final_loss=loss)] for name, loss in losses.items()}}
 
     return tune(train, tiny_run(steps=4), arms, seed=7), calls
 

@@ -52,33 +52,10 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Key:
-    """Identify a comparison within its study by name, width or number of steps, or several of these.
-
-    Examples:
-        >>> str(Key(width=256)), str(Key("muon", steps=1600)), Key("muon", steps=1600).slug
-        ('width 256', 'muon, 1600 steps', 'muon-1600-steps')
-    """
-
-    name: str = ""
-    width: int | None = None
-    steps: int | None = None
-
-    def __str__(self) -> str:
-        width = "" if self.width is None else f"width {self.width}"
-        steps = "" if self.steps is None else f"{self.steps} steps"
-        return ", ".join(filter(None, (self.name, width, steps)))
-
-    @property
-    def slug(self) -> str:
-        return str(self).replace(", ", "-").replace(" ", "-")
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Arms that differ only in their optimizer, over the same seeds."""
 
-    key: Key
+    key: str  # unique within its study, such as "muon, width 256"
     base: RunConfig  # what the arms share
     arms: tuple[Arm, ...]  # the first is the baseline of every pair
     seeds: tuple[int, ...]  # of initial weights and data order
@@ -92,8 +69,18 @@ class Comparison:
         return [self.config(arm, seed) for seed in self.seeds for arm in self.arms]
 
 
+def slug(key: str) -> str:
+    """Turn the key of a comparison into a word for command lines and file names.
+
+    Examples:
+        >>> slug("muon, width 256")
+        'muon-width-256'
+    """
+    return key.replace(", ", "-").replace(" ", "-")
+
+
 Runs = Mapping[str, Sequence[Run]]  # by name of the arm, one run per seed
-Results = Mapping[Key, Runs]  # by comparison
+Results = Mapping[str, Runs]  # by comparison
 Train = Callable[[Sequence[Comparison]], Results]
 PlaceJob = Callable[[Comparison, Arm, int], Job]
 
@@ -147,8 +134,7 @@ def conduct(
         scaled = next(arm for arm in arms if arm.optimizer.decay == SCALED)
         arms = [*arms, same_total(base, scaled)]
         pairs.append((scaled.name, CONTROL))
-    key = Key("comparison")
-    runs = train([Comparison(key, base, tuple(arms), tuple(range(seeds)))])[key]
+    (runs,) = train([Comparison("comparison", base, tuple(arms), tuple(range(seeds)))]).values()
 
     outcome = compare(runs, pairs)
     sentence = verdict(outcome, tuned, advice)
@@ -351,7 +337,7 @@ def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> li
     If the best is the smallest or largest tried, the search extends beyond it, up to three times. Do not use the seed
     for the comparison as well: that would favour the luckier arm.
     """
-    key, results = Key("search"), [TuningResult(arm) for arm in arms]
+    results = [TuningResult(arm) for arm in arms]
     for _ in range(1 + MOST_EXTENSIONS):
         new = [(result, lam) for result in results for lam in result.untried()]
         # A step must not remove more than the entire weight.
@@ -359,7 +345,7 @@ def tune(train: Train, base: RunConfig, arms: Sequence[Arm], *, seed: int) -> li
         if not new:
             break
         tried = tuple(result.at(lam) for result, lam in new)
-        runs = train([Comparison(key, base, tried, (seed,), paired=False)])[key]
+        (runs,) = train([Comparison("search", base, tried, (seed,), paired=False)]).values()
         for result, lam in new:
             result.losses[lam] = swept_loss(runs[result.at(lam).name][0])
     return results

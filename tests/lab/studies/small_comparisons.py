@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from muonsw.lab import launch
-from muonsw.lab.compare import Arm, Comparison, Key, train_all
+from muonsw.lab.compare import Arm, Comparison, train_all
 from muonsw.lab.model import MuP
 from muonsw.lab.studies.scales import Scale, adamw_sweep
 from muonsw.lab.studies.study import by_settings
@@ -17,7 +17,7 @@ from tests.lab.train.small_runs import MODEL, small_run, tokens
 ARMS = tuple(
     Arm(rule, OptimizerConfig(decay=rule, weight_decay=1.0, ns_dtype="float32")) for rule in ("constant", "scaled")
 )
-KEY = Key("comparison")
+KEY = "comparison"
 WILD = Arm("wild", OptimizerConfig(lr=50.0, weight_decay=0.0))
 QUIET = Console(quiet=True)
 

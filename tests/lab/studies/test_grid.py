@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from muonsw.lab import paper
-from muonsw.lab.compare import Key
 from muonsw.lab.stats import ONE_SEED
 from muonsw.lab.studies.catalogue import rate_drift, regret
 from muonsw.lab.studies.grid import (
@@ -80,7 +79,7 @@ def test_rules_over_rates_are_held_against_constant_decay():
 
 
 def test_a_run_that_diverged_counts_as_worst():
-    cell = sweep(Key("x"), regret()[0].run, (0.1, 0.2))
+    cell = sweep("x", regret()[0].run, (0.1, 0.2))
     runs = runs_of(cell, lambda _rule, lam: 3.0 + lam)
     name = next(iter(runs))
     runs[name] = [replace(run, result={"diverged": 7}) for run in runs[name]]
@@ -118,7 +117,7 @@ def test_the_printed_sweep_judges_itself_true():
     cells = width_cells(PAPER)
     runs = {}
     for cell in cells:
-        printed = dict(zip(paper.SWEEP_RATES, paper.SWEEP[cell.key.width], strict=True))
+        printed = dict(zip(paper.SWEEP_RATES, paper.SWEEP[cell.run.decoder.width], strict=True))
         runs[cell.key] = runs_of(cell, lambda _, lr, printed=printed: printed[lr], seeds=1)
     claims = judge_widths(cells, runs, PAPER)
     assert all(claim.holds for claim in claims), [claim.id for claim in claims if not claim.holds]
@@ -128,7 +127,7 @@ def test_the_printed_sweep_judges_itself_true():
 @pytest.mark.parametrize(("power", "holds"), [(-1 / 3, True), (0.0, False), (-1.0, False)])
 def test_the_cube_root_rule_is_distinguished_from_others(power, holds):
     cells = horizon_cells(MINI)
-    runs = swept(cells, {cell.key: 0.02 * (cell.key.steps / 1000) ** power for cell in cells})
+    runs = swept(cells, {cell.key: 0.02 * (cell.run.steps / 1000) ** power for cell in cells})
     (claim,) = judge_horizons(cells, runs, MINI)
     assert claim.measured == pytest.approx(power, abs=1e-6)
     assert claim.holds is holds

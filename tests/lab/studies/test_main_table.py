@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from muonsw.lab import paper
-from muonsw.lab.compare import Key, decay_factors
+from muonsw.lab.compare import decay_factors
 from muonsw.lab.model import preset
 from muonsw.lab.runs import Run, tabulate
 from muonsw.lab.studies import main_table
@@ -25,7 +25,7 @@ def planned(name, scale):
 
 
 def test_paper_scale_is_the_papers_configuration():
-    table = {comparison.key.width: comparison for comparison in planned("main-table", "paper")}
+    table = {comparison.base.decoder.width: comparison for comparison in planned("main-table", "paper")}
     steps = {256: 35_000, 512: 110_000, 768: 223_000, 1024: 376_000}
     peaks = {256: 1e-2, 512: 7e-3, 768: 5.6e-3, 1024: 4.8e-3}
     for width, row in paper.ROWS.items():
@@ -63,10 +63,10 @@ def test_the_main_effect_is_judged_by_its_interval():
     arms = pair()
 
     def judged(**changed):
-        return main_table.judge_rows({Key(width=64): arms | changed}, CPU)
+        return main_table.judge_rows({"width 32": arms | changed}, CPU)
 
     claims = judged()
-    assert verdicts(claims) == {"w64-loss": True, "w64-norm": True, "w64-kept": True}
+    assert verdicts(claims) == {"w32-loss": True, "w32-norm": True, "w32-kept": True}
     assert claims[0].measured == pytest.approx(-0.05)
     assert claims[0].interval.method == "95% t, n=3"
     assert all(claim.fails for claim in judged(constant=arms["scaled"], scaled=arms["constant"]))
@@ -90,11 +90,11 @@ def test_each_form_of_scaled_decay_is_judged_next_to_its_control(better, verdict
         "constant, group peak's total": arms["constant"],
     }
     arms = {name: [run.named(name) for run in runs] for name, runs in arms.items()}
-    judged = main_table.judge_rows({Key(width=64): arms}, CPU)
+    judged = main_table.judge_rows({"width 32": arms}, CPU)
     assert main_table.SMALLER in judged[0].limits
     claims = {claim.id: str(claim.verdict) for claim in judged}
-    assert (claims["w64-control"], claims["w64-group-control"]) == (verdict, verdict)
-    assert (claims["w64-group-loss"], claims["w64-group-norm"]) == (verdict, verdict)
+    assert (claims["w32-control"], claims["w32-group-control"]) == (verdict, verdict)
+    assert (claims["w32-group-loss"], claims["w32-group-norm"]) == (verdict, verdict)
 
 
 def test_printed_values_hold_where_they_are_met_and_fail_elsewhere():
@@ -117,7 +117,7 @@ def test_printed_values_hold_where_they_are_met_and_fail_elsewhere():
 
 def test_claims_hold_for_runs_that_obey_the_recursion_and_fail_for_others(tmp_path):
     for judge in (main_table.judge_steady_state, main_table.judge_diagnostics):
-        claims = judge({Key(width=64): pair()}, CPU)
+        claims = judge({"width 32": pair()}, CPU)
         assert all(claim.holds for claim in claims), [claim.id for claim in claims if not claim.holds]
 
     def spoil(_role, record):
@@ -131,17 +131,17 @@ def test_claims_hold_for_runs_that_obey_the_recursion_and_fail_for_others(tmp_pa
         ]
         for rule in ("constant", "scaled")
     }
-    assert not verdicts(main_table.judge_steady_state({Key("x"): spoilt}, CPU))["constant-recursion"]
-    bad = verdicts(main_table.judge_diagnostics({Key("x"): spoilt}, CPU))
+    assert not verdicts(main_table.judge_steady_state({"x": spoilt}, CPU))["constant-recursion"]
+    bad = verdicts(main_table.judge_diagnostics({"x": spoilt}, CPU))
     assert not bad["scaled-defect-low"]
     assert not bad["scaled-gradient"]
     swapped = {"constant": pair()["scaled"], "scaled": pair()["constant"]}
-    assert not verdicts(main_table.judge_steady_state({Key("x"): swapped}, CPU))["separation"]
+    assert not verdicts(main_table.judge_steady_state({"x": swapped}, CPU))["separation"]
 
 
 def test_late_fits_are_compared_in_the_papers_terms():
     arms = pair()
-    claims = {claim.id: claim for claim in main_table.judge_diagnostics({Key("x"): arms}, PAPER)}
+    claims = {claim.id: claim for claim in main_table.judge_diagnostics({"x": arms}, PAPER)}
     # a = -(memory - 1) s / (2 r): with s = 0.176 eta the slope of the scaled arm is known from its norm.
     norm = arms["scaled"][0].scope("decayed")["weight_rms"][-1]
     assert claims["scaled-slope"].measured == pytest.approx(38 * 0.176 / (2 * norm), rel=0.1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from muonsw.lab.compare import Key, jobs_of
+from muonsw.lab.compare import jobs_of
 from muonsw.lab.errors import UsageError
 from muonsw.lab.studies import main_table
 from muonsw.lab.studies.catalogue import STUDIES
@@ -55,7 +55,7 @@ def test_only_seeds_that_every_arm_completed_are_judged(seeds, left):
         assert not usable
     else:
         assert {rule: [run.seed for run in runs] for rule, runs in usable[KEY].items()} == dict.fromkeys(arms, left)
-        claims = main_table.judge_rows({Key(width=64): usable[KEY]}, SCALES["cpu"])
+        claims = main_table.judge_rows({"width 32": usable[KEY]}, SCALES["cpu"])
         assert claims[0].measured == pytest.approx(-0.05)
 
 

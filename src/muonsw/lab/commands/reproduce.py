@@ -138,7 +138,7 @@ def cost_table(study: Study, scale: Scale, workers: int) -> Table:
     rows: list[Sequence[Value]] = []
     for comparison in study.comparisons(scale):
         arms = "; ".join(arm.name for arm in comparison.arms)
-        settings = str(comparison.key), arms, len(comparison.seeds), comparison.base.steps
+        settings = comparison.key, arms, len(comparison.seeds), comparison.base.steps
         rows.append((*settings, *numbers(cost(comparison.configs()))))
     rows.append(("all, shared runs once", "", None, None, *numbers(cost(study.runs(scale)))))
     note = (

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from muonsw.decay import convert_weight_decay
-from muonsw.lab.compare import Key, decay_factors, lr_multiples, multiples
+from muonsw.lab.compare import decay_factors, lr_multiples, multiples
 from muonsw.lab.model import preset
 from muonsw.lab.studies import mup
 from muonsw.lab.studies.figures import draw_convergence, draw_coordinates
@@ -104,32 +104,32 @@ def with_totals(run: RunConfig, totals: tuple[float, ...]) -> list[float]:
 def regret() -> list[GridCell]:
     """Every lambda at every length; long runs need less decay, so the longest tries one more lambda."""
     maps = {400: LAMBDAS, 1_600: LAMBDAS, 6_400: (0.00625, *LAMBDAS)}
-    return [sweep(Key(steps=steps), at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
+    return [sweep(f"{steps} steps", at_horizon(steps), lambdas) for steps, lambdas in maps.items()]
 
 
 def long() -> list[GridCell]:
     """The longest runs of the regret map with half the batch, and runs four times as long."""
     maps = {6_400: (0.00625, 0.0125, 0.025, 0.05, 0.1, 0.2), 25_600: (0.005, 0.01, 0.02, 0.04, 0.08)}
-    return [sweep(Key(steps=steps), half_batch(steps), lambdas) for steps, lambdas in maps.items()]
+    return [sweep(f"{steps} steps", half_batch(steps), lambdas) for steps, lambdas in maps.items()]
 
 
 def tokens_per_parameter() -> list[GridCell]:
     """The narrowest model, trained to 300 tokens per active parameter."""
     run = at_width(half_batch(34_800), 64)
     run = replace(run, eval_every=870)  # shows at which step one rule reaches the other's loss
-    return [sweep(Key(steps=run.steps), run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
+    return [sweep(f"{run.steps} steps", run, (0.003, 0.0065, 0.02, 0.05, 0.1))]
 
 
 def adamw_lambda() -> list[GridCell]:
     """AdamW at six lambdas and the best of three rates (0.005, 0.01, 0.02), searched in shorter runs."""
     run = with_optimizer(replace(half_batch(6_400), eval_every=160), algorithm="adamw", lr=ADAMW_RATE)
-    return [sweep(Key("adamw"), run, with_totals(run, (0.35, 0.7, 1.4, 2.8, 5.6, 11.2)))]
+    return [sweep("adamw", run, with_totals(run, (0.35, 0.7, 1.4, 2.8, 5.6, 11.2)))]
 
 
 def adamw_forms() -> list[GridCell]:
     """AdamW with constant decay, scaled decay, and AdamC, which scales decay only on normalized layers."""
     run = with_optimizer(MINI.rows[256], algorithm="adamw", lr=ADAMW_RATE, peak="group")
-    return [sweep(Key("adamw", width=256), run, (0.1, 0.5), {**RULE_CHANGES, "adamc": ADAMC})]
+    return [sweep("adamw, width 256", run, (0.1, 0.5), {**RULE_CHANGES, "adamc": ADAMC})]
 
 
 def drift_run() -> RunConfig:
@@ -146,14 +146,14 @@ def lambda_scaling() -> list[GridCell]:
     run, lr = drift_run(), RUN.optimizer.lr
     # Half the rate is near the best of each width; the best falls with the width.
     slower = with_optimizer(run, lr=0.5 * lr, adam_lr=lr)
-    points = {Key("width", width=width): at_width(slower, width) for width in WIDTHS[1:]}
+    points = {f"width, width {width}": at_width(slower, width) for width in WIDTHS[1:]}
     shared = at_width(run, WIDTHS[1])
     for factor in (0.5, 1.0, 2.0):
         batch = int(factor * run.batch)
-        points[Key(f"batch {batch}")] = of_same_total(replace(shared, batch=batch), round(run.steps / factor))
+        points[f"batch {batch}"] = of_same_total(replace(shared, batch=batch), round(run.steps / factor))
     for factor in (0.5, 1.5):
         width = int(factor * WIDTHS[1])
-        points[Key("size", width=width)] = of_same_total(at_width(shared, width), round(run.steps * factor**2))
+        points[f"size, width {width}"] = of_same_total(at_width(shared, width), round(run.steps * factor**2))
     return [sweep(key, point, multiples(point.optimizer.weight_decay, OCTAVES)) for key, point in points.items()]
 
 
@@ -165,7 +165,7 @@ def rate_drift() -> list[GridCell]:
     cells = []
     for width in WIDTHS:
         rates = (0.0025, *MINI.rates) if width == max(WIDTHS) else MINI.rates
-        cells.append(sweep(Key(width=width), at_width(run, width), rates, rules, over="lr"))
+        cells.append(sweep(f"width {width}", at_width(run, width), rates, rules, over="lr"))
     return cells
 
 
@@ -176,7 +176,7 @@ def family() -> list[GridCell]:
     run = with_optimizer(run, muon_lr="none", peak="group", adam_lr=lr)
     for member, factor in MEMBERS.items():
         tried = with_optimizer(run, preset="" if member == "muon" else member, lr=factor * lr)
-        cells.append(sweep(Key(member), tried, with_totals(tried, (0.25, 1.0, 4.0, 16.0))))
+        cells.append(sweep(member, tried, with_totals(tried, (0.25, 1.0, 4.0, 16.0))))
     return cells
 
 
@@ -187,7 +187,7 @@ def little_text(run: RunConfig) -> RunConfig:
 
 def repeated_text() -> list[GridCell]:
     """Both rules at lambdas above the best one of fresh text."""
-    return [sweep(Key("repeated text"), little_text(middle_run()), (0.4, 0.8, 1.6, 3.2, 6.4))]
+    return [sweep("repeated text", little_text(middle_run()), (0.4, 0.8, 1.6, 3.2, 6.4))]
 
 
 def hard_cases() -> list[GridCell]:
@@ -195,7 +195,7 @@ def hard_cases() -> list[GridCell]:
     run = middle_run()
     wsd = replace(run, schedule=ScheduleConfig(shape="wsd", decay_fraction=0.1, final_fraction=0.0))
     cases = {"little text": little_text(run), "wsd": wsd, "bfloat16 weights": replace(run, weights="bfloat16")}
-    return [sweep(Key(name), case, (run.optimizer.weight_decay,)) for name, case in cases.items()]
+    return [sweep(name, case, (run.optimizer.weight_decay,)) for name, case in cases.items()]
 
 
 def schedules() -> list[GridCell]:
@@ -210,8 +210,7 @@ def schedules() -> list[GridCell]:
             "WSD": (ScheduleConfig(shape="wsd", final_fraction=final), (0.125, *OCTAVES[:3])),
         }
         for shape, (schedule, factors) in shapes.items():
-            key = Key(f"{shape} to {final:g}")
-            cells.append(sweep(key, replace(run, schedule=schedule), multiples(lam, factors)))
+            cells.append(sweep(f"{shape} to {final:g}", replace(run, schedule=schedule), multiples(lam, factors)))
     return cells
 
 
@@ -240,7 +239,7 @@ def best_rules() -> list[GridCell]:
         held = replace(base, norm="hyperball", target_norm=target, adam_lr=base.lr)
         arms[rule] = {lr: replace(held, lr=lr) for lr in multiples(base.lr, three)}
     arms["none"] = {0.0: replace(base, decay="none", weight_decay=0.0)}
-    return [GridCell(Key("strengths"), run, arms)]
+    return [GridCell("strengths", run, arms)]
 
 
 def gradient_growth() -> list[GridCell]:
@@ -251,9 +250,7 @@ def gradient_growth() -> list[GridCell]:
     lam = float(f"{run.optimizer.weight_decay * run.optimizer.lr / ADAMW_RATE:.3g}")
     adamw = with_optimizer(with_muon, algorithm="adamw", lr=ADAMW_RATE, weight_decay=lam)
     return [
-        sweep(
-            Key(f"{tried.optimizer.algorithm} lr {lr:g}"), with_optimizer(tried, lr=lr), (tried.optimizer.weight_decay,)
-        )
+        sweep(f"{tried.optimizer.algorithm} lr {lr:g}", with_optimizer(tried, lr=lr), (tried.optimizer.weight_decay,))
         for tried in (adamw, with_muon)
         for lr in multiples(tried.optimizer.lr, OCTAVES[1:4])
     ]

@@ -21,10 +21,10 @@ from muonsw.lab.compare import (
     SCALED,
     Arm,
     Comparison,
-    Key,
     Results,
     Runs,
     decay_factors,
+    slug,
     swept_loss,
     with_interval,
 )
@@ -50,7 +50,7 @@ Losses = Mapping[float, Sequence[float]]
 class GridCell:
     """One setting of a grid, with all rules and values tried in it."""
 
-    key: Key
+    key: str
     run: RunConfig  # shared by all runs, except for the optimizer
     arms: Mapping[str, Mapping[float, OptimizerConfig]]  # by rule, then by value
     over: str = "lambda"  # the setting that has these values: "lambda", or "lr" for the learning rate
@@ -77,7 +77,7 @@ class GridCell:
 
 
 def sweep(
-    key: Key,
+    key: str,
     run: RunConfig,
     values: Sequence[float],
     rules: Rules = RULE_CHANGES,
@@ -148,18 +148,18 @@ def best_gaps(losses: Losses, baseline: Losses) -> list[float]:
 
 def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
     """Compare the rules at the best lambda of each, and at the largest lambda."""
-    losses, slug, claims = cell.losses(runs), cell.key.slug, []
+    losses, id, claims = cell.losses(runs), slug(cell.key), []
     constant = losses[CONSTANT]
     for rule in (rule for rule in losses if rule != CONSTANT):
         words = f"{cell.key}: {rule} minus constant decay, each at its best, in nats"
         gap = over_seeds(best_gaps(losses[rule], constant))
-        claims.append(below(f"{slug}-{rule}-best", words, BEYOND, gap, 0.0, EXACT))
+        claims.append(below(f"{id}-{rule}-best", words, BEYOND, gap, 0.0, EXACT))
     if cell.over == "lr":
         return claims
     if SCALED in losses and len(shared := sorted(losses[SCALED].keys() & constant.keys())) > 1:
         words = f"{cell.key}: scaled minus constant decay at lambda {shared[-1]:g}, the largest of both, in nats"
         gaps = [a - b for a, b in zip(losses[SCALED][shared[-1]], constant[shared[-1]], strict=False)]
-        claims.append(below(f"{slug}-largest", words, BEYOND, over_seeds(gaps), 0.0, EXACT))
+        claims.append(below(f"{id}-largest", words, BEYOND, over_seeds(gaps), 0.0, EXACT))
     return claims
 
 
@@ -179,7 +179,7 @@ def grid_table(cells: Sequence[GridCell], results: Results) -> Table:
                 cost = with_interval([a - b for a, b in zip(ends[max(ends)], ends[best], strict=True)])
             shown = f"{vertex(ends):.3g}{mark}", None if math.isnan(total) else f"{total:.2f}{mark}"
             tried = ", ".join(f"{value:.3g}" for value in ends)
-            rows.append([str(cell.key), rule, *shown, with_interval(ends[best]), gap, cost, tried])
+            rows.append([cell.key, rule, *shown, with_interval(ends[best]), gap, cost, tried])
     note = (
         "Best: the vertex of a parabola through the lowest mean and its neighbours; a star marks an edge of what was "
         "tried. Loss and differences are at the best value tried, paired by seed, ± half a 95% t interval."
@@ -201,7 +201,7 @@ def grid_charts(cells: Sequence[GridCell], results: Results) -> list[Chart]:
         ]
         x = Axis("learning rate" if cell.over == "lr" else "lambda", log=2)
         y, note = Axis("above the lowest", "nats"), "Mean final loss over seeds minus the lowest of all rules."
-        charts.append(Chart(f"grid-{cell.key.slug}", str(cell.key), curves, x=x, y=y, note=note, points=True))
+        charts.append(Chart(f"grid-{slug(cell.key)}", cell.key, curves, x=x, y=y, note=note, points=True))
     return charts
 
 
@@ -250,7 +250,7 @@ ONE_STEP = Tolerance(0.0, "one step of the grid: basins are flat, and a parabola
 def width_cells(scale: Scale) -> list[GridCell]:
     """The same learning rates at every width."""
     return [
-        sweep(Key(width=width), at_width(scale.sweep, width), scale.rates, {"adamw": {}}, over="lr")
+        sweep(f"width {width}", at_width(scale.sweep, width), scale.rates, {"adamw": {}}, over="lr")
         for width in scale.widths
     ]
 
@@ -258,7 +258,7 @@ def width_cells(scale: Scale) -> list[GridCell]:
 def horizon_cells(scale: Scale) -> list[GridCell]:
     """The same learning rates for every number of steps."""
     return [
-        sweep(Key(steps=steps), adamw_sweep(scale.sweep, steps), scale.rates, {"adamw": {}}, over="lr")
+        sweep(f"{steps} steps", adamw_sweep(scale.sweep, steps), scale.rates, {"adamw": {}}, over="lr")
         for steps in scale.horizons
     ]
 
@@ -283,15 +283,15 @@ def judge_widths(cells: Sequence[GridCell], results: Results, scale: Scale) -> l
         measured = from_means(math.nan if any(map(at_edge, sweeps.values())) else moved, scale.seeds)
         same = f"steps of the grid between the best learning rates of the widths ({UNKNOWN_AT_EDGE})"
         claims.append(at_most("same-rate", same, WIDTH_FIGURE, measured, 1.0, ONE_STEP))
-    for key, losses in sweeps.items() if scale.printed else ():
-        assert key.width is not None
+    for cell in cells if scale.printed else ():
+        key, losses = cell.key, sweeps[cell.key]
         costs = f"{key}: what a learning rate of {paper.TRANSFERRED_RATE:g} costs, in nats"
         lowest = [min(seed[rate][0] for rate in seed) for seed in by_seed(losses)]
         cost = over_seeds([a - b for a, b in zip(losses[paper.TRANSFERRED_RATE], lowest, strict=True)])
-        claims.append(at_most(f"{key.slug}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
-        for rate, printed in zip(paper.SWEEP_RATES, paper.SWEEP[key.width], strict=True):
+        claims.append(at_most(f"{slug(key)}-transferred", costs, WIDTH_FIGURE, cost, *paper.TRANSFERRED))
+        for rate, printed in zip(paper.SWEEP_RATES, paper.SWEEP[cell.run.decoder.width], strict=True):
             ends, loss = f"{key}: loss after 5,000 steps at learning rate {rate:g}", over_seeds(losses[rate])
-            claims.append(within(f"{key.slug}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, printed, paper.SWEEP_LOSS))
+            claims.append(within(f"{slug(key)}-lr-{rate:g}", ends, WIDTH_FIGURE, loss, printed, paper.SWEEP_LOSS))
     return claims
 
 

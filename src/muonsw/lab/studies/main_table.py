@@ -23,7 +23,6 @@ from muonsw.lab.compare import (
     SCALED,
     Arm,
     Comparison,
-    Key,
     Results,
     paired,
     same_total,
@@ -80,7 +79,7 @@ def row(scale: Scale, width: int) -> Comparison:
             peak = run.optimizer.peak if rule == SCALED and run.decoder.relative_width == 1.0 else "group"
             optimizer = replace(run.optimizer, decay=rule, weight_decay=lam, peak=peak)
             arms.append(Arm(f"{rule}, lambda {lam:g}", optimizer))
-    return Comparison(Key(width=width), run, tuple(arms), tuple(range(scale.seeds)))
+    return Comparison(f"width {width}", run, tuple(arms), tuple(range(scale.seeds)))
 
 
 def headline_row(scale: Scale) -> list[Comparison]:
@@ -93,8 +92,7 @@ def judge_rows(results: Results, scale: Scale) -> list[Claim]:
     """Loss and norm at every width, the controls, and the numbers that the paper prints."""
     claims: list[Claim] = []
     for key, arms in results.items():
-        width, limits = key.width, "" if scale.printed else SMALLER
-        assert width is not None
+        width, limits = arms[CONSTANT][0].config.decoder.width, "" if scale.printed else SMALLER
         for arm in (arm for arm in FORMS if arm in arms):
             suffix, form, control, table, figure = FORMS[arm]
             id, pair = f"w{width}{suffix}", (arms[arm], arms[CONSTANT])

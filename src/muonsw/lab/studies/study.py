@@ -20,7 +20,6 @@ from muonsw.lab.compare import (
     Arm,
     Comparison,
     Conclusion,
-    Key,
     Outcome,
     PlaceJob,
     Results,
@@ -30,6 +29,7 @@ from muonsw.lab.compare import (
     completed,
     describe_divergence,
     differences_table,
+    slug,
 )
 from muonsw.lab.console import Table, showing
 from muonsw.lab.data.loader import read_record
@@ -119,14 +119,14 @@ class Study:
 
     def parts(self, scale: Scale) -> list[str]:
         """The names of its experiments, or of its comparisons at a scale."""
-        return [each.name for each in self.experiments] or [each.key.slug for each in self.comparisons(scale)]
+        return [each.name for each in self.experiments] or [slug(each.key) for each in self.comparisons(scale)]
 
     def select(self, part: str) -> Study:
         """The study with only one experiment or one comparison, such as `width-256`."""
         return replace(
             self,
             experiments=tuple(each for each in self.experiments if each.name == part),
-            comparisons=lambda scale: [each for each in self.comparisons(scale) if each.key.slug == part],
+            comparisons=lambda scale: [each for each in self.comparisons(scale) if slug(each.key) == part],
         )
 
     def runs(self, scale: Scale) -> list[RunConfig]:
@@ -171,7 +171,7 @@ class Study:
             "claims": {name: [claim.as_data() for claim in group] for name, group in claims.items()},
             "comparisons": [
                 {
-                    "name": str(key),
+                    "name": key,
                     "runs": {arm: [run.name for run in runs] for arm, runs in arms.items()},
                     **asdict(outcomes[key]),
                 }
@@ -189,7 +189,7 @@ class Study:
                 tables.append(replace(table, name=f"{table.name}-{place}", title=f"{table.title}: {key}"))
             if comparison.paired and key in usable:  # the first seed of the two rules as one figure
                 (folder / "figures").mkdir(parents=True, exist_ok=True)
-                paths += draw([open_history(usable[key][rule][0]) for rule in RULES], folder / "figures" / key.slug)
+                paths += draw([open_history(usable[key][rule][0]) for rule in RULES], folder / "figures" / slug(key))
         if planned:
             runs = [
                 run.named(f"{key}: {arm}" if len(results) > 1 else arm)
@@ -218,7 +218,7 @@ def usable_results(planned: Sequence[Comparison], results: Results) -> Results:
     return usable
 
 
-def caveats(planned: Sequence[Comparison], outcomes: Mapping[Key, Outcome]) -> Iterator[str]:
+def caveats(planned: Sequence[Comparison], outcomes: Mapping[str, Outcome]) -> Iterator[str]:
     """Name the arms that lost runs, and say if there is only one seed."""
     lost = [
         f"{(f'{key}: {arm.name}' if len(outcomes) > 1 else arm.name)!r} diverged {describe_divergence(arm.diverged)}"
