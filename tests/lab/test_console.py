@@ -12,7 +12,7 @@ from muonsw.lab.console import Cell, Column, Table, View, plain_text, print_tabl
 NUMBERS = ("0.1", "5.2345 ± 0.0123", "5.1234 ± 0.0321", "0.123 ± 0.004", "-60 %", "0.0456", "12.345")
 HEADINGS = ("lambda", "final loss", "best loss", "weight RMS at the end", "change since largest", "update at peak", "N")
 PROGRESS = {"step": "12,345/110,000", "loss": "5.2345", "validation": "5.3456", "weight RMS": "0.1234"}
-COLUMNS = ("arm", *(Column(title, number=True) for title in HEADINGS))
+COLUMNS = (Column("arm"), *(Column(title, number=True) for title in HEADINGS))
 WIDE = Table("arms", "Arms", COLUMNS, [("constant", *NUMBERS), ("scaled", *NUMBERS)], note="Means over seeds.")
 
 
@@ -35,11 +35,11 @@ def test_a_pipe_gets_every_column_as_plain_text(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert all(heading in lines[2] for heading in HEADINGS)
     assert all(number in lines[3] for number in NUMBERS)
-    assert plain_text(Table("t", "T", ("", "", ""), [("steps", "10", "given")])) == "steps  10  given"
+    assert plain_text(Table("t", "T", [Column("")] * 3, [("steps", "10", "given")])) == "steps  10  given"
 
 
 def test_markup_and_control_characters_are_printed_literally(capsys):
-    table = Table("t", "a [bold] title\x1b[2J", ("name",), [(Cell("[red]x[/red]\x9b31m"),)])
+    table = Table("t", "a [bold] title\x1b[2J", [Column("name")], [(Cell("[red]x[/red]\x9b31m"),)])
     text = printed(table, 80, capsys)
     assert not set(text) & {"\x1b", "\x9b"}
     assert all(part in text for part in ("a [bold] title\\x1b[2J", "[red]x[/red]", "\\x9b31m"))

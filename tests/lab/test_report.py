@@ -12,7 +12,7 @@ import plotly.graph_objects
 import pytest
 
 from muonsw.lab.charts import HUES, Axis, Chart, Curve
-from muonsw.lab.console import Table
+from muonsw.lab.console import Column, Table
 from muonsw.lab.errors import UsageError
 from muonsw.lab.report import (
     BEGINNING,
@@ -97,13 +97,13 @@ def test_only_the_first_tenth_of_a_run_may_be_cut_off():
 def test_tables_say_how_runs_ended(runs):
     table = runs_table(runs)
     rows = {row[0]: row for row in table.rows}
-    first = dict(zip((column.title for column in table.headings()), rows["constant-0"], strict=True))
+    first = dict(zip((column.title for column in table.columns), rows["constant-0"], strict=True))
     losses, norms = runs[0].evals["loss"], runs[0].norms[1]
     assert first["final loss"] == f"{losses[-1]:.4f}"
     assert first["best loss"] == f"{losses.min():.4f}"
     assert first["weight RMS"] == f"{norms[-1]:#.3g}"
     assert rows["scaled-1"][-3].text == "191 of 400 steps"
-    assert [column.title for column in table.headings()[-2:]] == ["optimizer.decay", "seed"]
+    assert [column.title for column in table.columns[-2:]] == ["optimizer.decay", "seed"]
     assert rows["scaled-1"][-2:] == ("scaled", "1")
 
 
@@ -118,7 +118,7 @@ def test_the_verdict_comes_first_then_the_difference_then_the_curves_and_claims_
         name: [Claim(name, name, "Table 1", "", 1.0, measured, Criterion.RELATIVE, 0.1, "chosen")]
         for name, measured in (("good", 1.01), ("bad", 2.0))
     }
-    pairs, arms = (Table(name, name, ("a", "b"), [("x", 1.5)]) for name in ("pairs", "arms"))
+    pairs, arms = (Table(name, name, [Column("a"), Column("b")], [("x", 1.5)]) for name in ("pairs", "arms"))
     content = {"verdict": "Mine.", "claims": claims, "tables": [pairs, arms]}
     text = write_report(tmp_path / "report.html", "<script>", runs, **content).read_text(encoding="utf-8")
     assert len(scripts_of(text)) == 3, "a title is text"

@@ -76,13 +76,9 @@ class Table:
 
     name: str  # its id on a page
     title: str
-    columns: Sequence[Column | str]  # a string is a text column
+    columns: Sequence[Column]
     rows: Sequence[Sequence[Value | Cell]]  # None shows as a dash
     note: str = ""  # printed below the table
-
-    def headings(self) -> list[Column]:
-        """Return all columns as `Column`."""
-        return [column if isinstance(column, Column) else Column(column) for column in self.columns]
 
     def cells(self) -> list[list[Cell]]:
         """Return all rows as `Cell`."""
@@ -149,7 +145,7 @@ def least_widths(table: Table) -> list[int]:
     from rich.cells import cell_len
 
     widths, cells = [], table.cells()
-    for place, column in enumerate(table.headings()):
+    for place, column in enumerate(table.columns):
         texts = [row[place].text if column.number else row[place].text[:NARROWEST_TEXT] for row in cells]
         widths.append(max(map(cell_len, [*column.title.split(), *texts]), default=0))
     return widths
@@ -176,7 +172,7 @@ def _drawn(table: Table, places: Sequence[int], widths: Sequence[int]) -> RichTa
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    columns = table.headings()
+    columns = table.columns
     named = any(columns[place].title for place in places)
     drawn = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=named)
     for place in places:
@@ -193,7 +189,7 @@ def _drawn(table: Table, places: Sequence[int], widths: Sequence[int]) -> RichTa
 
 def plain_text(table: Table) -> str:
     """Format a table as aligned text without colours."""
-    columns = table.headings()
+    columns = table.columns
     titles = [[column.title for column in columns]] if any(column.title for column in columns) else []
     lines = titles + [[cell.text for cell in row] for row in table.cells()]
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]

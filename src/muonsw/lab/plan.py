@@ -20,7 +20,7 @@ from tyro.conf import OmitArgPrefixes
 
 from muonsw.algorithms import ALGORITHMS
 from muonsw.distributed.exchange import ROUNDS, SMALLEST_ROUND
-from muonsw.lab.console import Table, print_table, say
+from muonsw.lab.console import Column, Table, print_table, say
 from muonsw.lab.errors import UsageError
 from muonsw.lab.model import ModelConfig, count, preset, role_of, unallocated
 from muonsw.lab.model.loss import chunk_tokens
@@ -423,5 +423,5 @@ class Plan:
                 ("model receives", step.model_bytes, step.model_link_seconds),
             ):
                 rows.append((name, f"{size / 1e6:,.1f} MB", f"in {1e3 * seconds:,.1f} ms, at assumed link speeds"))
-        print_table(console, Table("plan", "", ("", "", ""), rows))
+        print_table(console, Table("plan", "", [Column("")] * 3, rows))
         return 0

@@ -301,8 +301,8 @@ def log_log_slope(x: Tensor, y: Tensor) -> Tensor:
 def claims_table(claims: Claims) -> Table:
     """Show claims, failed ones first."""
     names = {id(claim): f"{owner}/{claim.id}" for owner, members in claims.items() for claim in members}
-    columns: list[Column | str] = ["claim", "name"]
-    columns += [Column("predicted", number=True), Column("measured", number=True), "verdict"]
+    numbers = (Column(name, number=True) for name in ("predicted", "measured"))
+    columns = [Column("claim"), Column("name"), *numbers, Column("verdict")]
     rows = []
     for claim in failed_first(claim for members in claims.values() for claim in members):
         parts = [

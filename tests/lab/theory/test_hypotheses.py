@@ -32,8 +32,8 @@ SMOOTH = {"f_gap": 1.0, "L": 1.0, "q": 0.1, "sigma": 0.0, "bound": 1.0}
     [
         (constant_decay_fixed_point, (), SCALAR, {"lam": math.nan}, "lambda > 0"),
         (constant_decay_loss_gap, (), SCALAR, {"a": -1.0}, "a > 0"),
-        (frozen_point, (0.0, [0.5, 0.95]), SCALAR, {}, "eta <= 1/(a + lambda)"),
-        (frozen_point, (0.0, [-0.5]), SCALAR, {}, "eta >= 0"),
+        (frozen_point, (torch.zeros(1), [0.5, 0.95]), SCALAR, {}, "eta <= 1/(a + lambda)"),
+        (frozen_point, (torch.zeros(1), [-0.5]), SCALAR, {}, "eta >= 0"),
         (scaled_decay_error, (10,), HARMONIC, {"gamma": 1.0}, "a*gamma > 1"),
         (muon_norm_bounds, (1.0, [0.5, 11.0]), {"lam": 0.1}, {}, "eta*lambda <= 1"),
         (muon_loss_floor, ([1.0],), {"lam": 0.1}, {"lam": -0.1}, "lambda > 0"),

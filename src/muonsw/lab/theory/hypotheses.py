@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
-Number = TypeVar("Number", float, torch.Tensor)
 Steps: TypeAlias = Iterable[float]  # learning rates, step by step
 # Relative rounding allowed for a learning rate at its limit.
 ROUNDING = 1e-12

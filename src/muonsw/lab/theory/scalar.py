@@ -17,7 +17,6 @@ from muonsw.lab.paper import Tolerance
 from muonsw.lab.stats import Claim, Evidence, Series, Source, at_most, within_share
 from muonsw.lab.theory.chains import CONSTANT, RULES, SCALED, Chains, Experiment, farthest, gaussian, log_spaced
 from muonsw.lab.theory.hypotheses import (
-    Number,
     Steps,
     check_rates,
     require,
@@ -51,7 +50,7 @@ def constant_decay_loss_gap(*, a: float, c: float, lam: float) -> float:
     return a / 2.0 * (c - constant_decay_fixed_point(a=a, c=c, lam=lam)) ** 2
 
 
-def frozen_point(w0: Number, etas: Steps, *, a: float, c: float, lam: float) -> Number:
+def frozen_point(w0: Tensor, etas: Steps, *, a: float, c: float, lam: float) -> Tensor:
     """Where constant decay is after finitely many steps: `wbar + (w0 - wbar) prod(1 - eta (a + lambda))`.
 
     If the sum of eta is finite, the product stays positive and the iterate freezes here.

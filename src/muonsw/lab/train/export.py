@@ -103,10 +103,10 @@ def sample(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
 ) -> Iterator[int]:
     """Continue a prompt by up to `tokens` tokens, or until the document ends.
 
