@@ -252,7 +252,8 @@ class View:
         left = sum(total - self._position(name, total) for name, total in totals.items())
         if done <= 0 or left <= 0:
             return count
-        time_left = f"about {clock((time.monotonic() - self.begun) * left / done)} left"
+        seconds = (time.monotonic() - self.begun) * left / done
+        time_left = f"about {timedelta(seconds=round(seconds))} left"
         return f"{count}, {time_left}" if count else time_left
 
     def _position(self, name: str, total: float) -> float:
@@ -295,8 +296,3 @@ def showing(console: Console, totals: Mapping[str, float | None], *, what: str =
 
     with Live(view, console=console, refresh_per_second=2, transient=True):
         yield view
-
-
-def clock(seconds: float) -> str:
-    """Format seconds as h:mm:ss."""
-    return str(timedelta(seconds=round(seconds)))

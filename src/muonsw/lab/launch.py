@@ -219,7 +219,7 @@ def _naming(name: str) -> Iterator[None]:
         killed = f"{name}: the worker was killed; run fewer at a time if memory was short"
         raise MachineError(f"{killed}; {RESUME}") from error
     except UsageError as error:
-        raise (MachineError if isinstance(error, MachineError) else UsageError)(f"{name}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
 
 
 def _stop(busy: Mapping[Future[Any], Any]) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -79,15 +78,13 @@ class ModelConfig:
         return self.width / self.mup.base_width if self.mup.enabled else 1.0
 
 
-PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        **{f"w{width}": ModelConfig(width=width) for width in (128, 256, 512, 768, 1024)},
-        # Trains in minutes on one GPU.
-        "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
-        # Trains in minutes on two CPU cores; `ff` is 8/3 of the width, rounded up to a multiple of 16.
-        "demo": ModelConfig(width=64, layers=4, head_dim=32, ff=176, vocab=1024, sequence=128),
-    }
-)
+PRESETS: Mapping[str, ModelConfig] = {
+    **{f"w{width}": ModelConfig(width=width) for width in (128, 256, 512, 768, 1024)},
+    # Trains in minutes on one GPU.
+    "mini": ModelConfig(width=256, layers=6, vocab=4096, sequence=1024),
+    # Trains in minutes on two CPU cores; `ff` is 8/3 of the width, rounded up to a multiple of 16.
+    "demo": ModelConfig(width=64, layers=4, head_dim=32, ff=176, vocab=1024, sequence=128),
+}
 
 
 def preset(name: str) -> ModelConfig:

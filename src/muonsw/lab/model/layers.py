@@ -220,7 +220,7 @@ def _(rows_RD: Tensor, places_NK: Tensor, weights_NK: Tensor | None) -> Tensor: 
     return rows_RD.new_empty(places_NK.shape[0], rows_RD.shape[1])
 
 
-# Rows of grouped GEMM kernels must start at multiples of 16 bytes: of this many elements of bfloat16.
+# Rows of grouped GEMM kernels must start at multiples of 16 bytes, which hold this many elements of bfloat16.
 ALIGNMENT = 8
 # The size of a tile of these kernels, and the number of multiprocessors of an H100 or H200.
 TILE_ROWS, TILE_COLUMNS, TILES_AT_ONCE = 128, 256, 132

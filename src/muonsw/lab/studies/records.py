@@ -83,7 +83,7 @@ def row(run: Run, **about: Any) -> dict[str, Any]:
         if scope.records >= SAMPLES:
             flat[f"{name}.step"] = scope.step.tolist()
             flat |= {f"{name}.{key}": [short(value) for value in scope[key]] for key in keys if key in scope}
-    flat = {**about, **flat} | about
+    flat = {**about, **flat, **about}  # `about` comes first, and replaces columns of the same names
     return {name: value for name, value in flat.items() if value not in (None, "", [])}
 
 
