@@ -81,7 +81,7 @@ def make_run(
                 | ({} if clipped is None else {"clipped": clipped})
             )  # fmt: skip
         if (step - 1) % 10 == 0:
-            record = {"cross_entropy": loss, "lr": row["lr"], "tokens": 100 * step, "load_entropy": [0.98, 0.97]}
+            record = {"cross_entropy": loss, "lr": row["lr"], "tokens": 100 * step}
             norm = {} if grad_norm is None else {"grad_norm": grad_norm}
             lines.append({"kind": "train", "step": step, "loss": loss, **record, **norm})
         if step % max(steps // 20, 1) == 0:

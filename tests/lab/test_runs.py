@@ -42,7 +42,6 @@ def test_everything_written_is_read_back(folder):
     trained, seen = records(folder, "train"), records(folder, "telemetry")
     for key in ("step", "loss", "cross_entropy", "lr", "tokens"):
         same(run.train[key], [record[key] for record in trained])
-    same(run.train["load_entropy.1"], [record["load_entropy"][1] for record in trained])
     same(run.evals["loss"], [record["loss"] for record in records(folder, "eval")])
     same(run.telemetry.step, [record["step"] for record in seen])
     scopes = {"all": ("all",), "decayed": ("decayed",), "role:hidden": ("roles", "hidden"), "layer:1": ("layers", "1")}

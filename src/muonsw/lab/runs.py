@@ -48,7 +48,7 @@ ADVICE = "name a folder that `muonsw train` wrote, or a JSONL file that `muonsw.
 class Columns(dict[str, Values]):
     """Records of one kind as columns: each key has an array with one value per record.
 
-    Missing values are NaN; a list such as `load_entropy` becomes `load_entropy.0` and so on.
+    Missing values are NaN; a list such as `groups` becomes `groups.0.lr` and so on.
 
     Examples:
         >>> columns = Columns({"step": np.array([1.0, 2.0]), "loss": np.array([3.5, np.nan])})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-import math
 import os
 import random
 import reprlib
@@ -41,7 +40,7 @@ from muonsw.registry import unknown
 from muonsw.text import counted
 
 Batch: TypeAlias = Any  # whatever the loss takes: tensors in tuples, lists and dicts
-# A NamedTuple of tensors: `total` is minimised; the other scalars, then the other tensors, are recorded.
+# A NamedTuple of scalars: `total` is minimised, and all are recorded.
 LossParts: TypeAlias = Any
 
 # The functions of a user's file with the arguments that the lab passes. All further arguments are options.
@@ -132,10 +131,6 @@ class Task(ABC):
     def epochs(self, steps: int) -> float | None:  # noqa: ARG002
         return None
 
-    def record(self, values: Tensor) -> dict[str, Any]:  # noqa: ARG002
-        """What to record of the loss parts that are not scalars, passed as one flat tensor."""
-        return {}
-
     @abstractmethod
     def data(self, steps: int) -> str:
         """Describe the data of this many steps."""
@@ -183,12 +178,6 @@ class DecoderTask(Task):
 
     def epochs(self, steps: int) -> float:
         return steps * self.loader.batch / self.loader.size
-
-    def record(self, values: Tensor) -> dict[str, Any]:
-        """The entropy of the experts' load in each layer, as a share of the maximum."""
-        experts = self.config.experts
-        entropy_L: Tensor = torch.special.entr(values.view(-1, experts)).sum(dim=1)
-        return {"load_entropy": (entropy_L / math.log(experts)).tolist()}
 
     def data(self, steps: int) -> str:
         return f"{self.epochs(steps):.2f} epochs of {self.path}"

@@ -22,7 +22,6 @@ class Losses(NamedTuple):
     cross_entropy: Tensor
     balance: Tensor  # mean over layers, without its coefficient
     z: Tensor  # mean over layers, without its coefficient
-    load: Tensor  # each expert's share of the rows, (layers, experts)
 
 
 class Attention(nn.Module):
@@ -59,7 +58,7 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.multiplier * self.attention(self.attention_norm(x_BTD), rotary)
         branch: FeedForwardOutput = self.moe(self.moe_norm(x_BTD))
         # Not `_replace`: torch 2.11 cannot compile it if a layer is a separate graph, as with FSDP.
-        return FeedForwardOutput(x_BTD + self.multiplier * branch.x, branch.balance, branch.z, branch.load)
+        return FeedForwardOutput(x_BTD + self.multiplier * branch.x, branch.balance, branch.z)
 
 
 class Decoder(nn.Module):
@@ -95,9 +94,9 @@ class Decoder(nn.Module):
             initialize(self, config, seed)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Losses:
-        x_BTD, balance, z, load = self.hidden(tokens_BT)
+        x_BTD, balance, z = self.hidden(tokens_BT)
         ce = cross_entropy(x_BTD.flatten(0, 1), self.embedding.weight, targets_BT.flatten(), scale=self.head_multiplier)
-        return Losses(ce + self.config.balance_coef * balance + self.config.z_coef * z, ce, balance, z, load)
+        return Losses(ce + self.config.balance_coef * balance + self.config.z_coef * z, ce, balance, z)
 
     def hidden(self, tokens_BT: Tensor) -> FeedForwardOutput:
         """The input of the head, with the router losses averaged over layers."""
@@ -107,8 +106,8 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x, *router = layer(x, (cos_TC, sin_TC))
             routers.append(router)
-        balances, zs, loads = (torch.stack(values) for values in zip(*routers, strict=True))
-        return FeedForwardOutput(self.norm(x), balances.mean(), zs.mean(), loads)
+        balance, z = (torch.stack(values).mean() for values in zip(*routers, strict=True))
+        return FeedForwardOutput(self.norm(x), balance, z)
 
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the next token at each position."""

@@ -65,7 +65,6 @@ class FeedForwardOutput(NamedTuple):
     x: Tensor
     balance: Tensor
     z: Tensor
-    load: Tensor  # each expert's share of the rows
 
 
 class Routes(NamedTuple):
@@ -102,9 +101,8 @@ class MoE(nn.Module):
         out_ND = cast("Any", _Combine).apply(rows_RD, top_NK.softmax(dim=-1), routes.order, routes.places)
         over_ranks = self.over_ranks if torch.is_grad_enabled() else None
         balance = balance_loss(logits_NE, chosen_NK, over_ranks)
-        load_E = torch.diff(routes.ends, prepend=routes.ends.new_zeros(1)) / chosen_NK.numel()
         z = logits_NE.logsumexp(dim=-1).square().mean()  # keeps logits small
-        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z, load_E)
+        return FeedForwardOutput(out_ND.view_as(x_BTD), balance, z)
 
     def router_logits(self, x_ND: Tensor) -> Tensor:
         """Logits in float32, whatever autocast says."""

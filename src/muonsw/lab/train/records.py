@@ -31,7 +31,7 @@ class Journal:
         self.training, self.sinks = training, list[Sink]()  # sinks only on rank 0
         self._waiting: list[tuple[int, float, Tensor]] = []
         self._since = time.perf_counter()
-        self._written, self._names = training.step, list[str]()
+        self._written, self._names = training.step, ()
 
     def write(self, record: Record) -> None:
         for sink in self.sinks:
@@ -39,10 +39,8 @@ class Journal:
 
     def note_step(self, lr: float, losses: LossParts, norm: Tensor) -> None:
         """Store the losses of a step, and write records when enough have accumulated."""
-        self._names = [name for name, part in losses._asdict().items() if not part.dim()]
-        scalars, tensors = losses[: len(self._names)], losses[len(self._names) :]
-        numbers = torch.cat([torch.stack([*scalars, norm]).double(), *(part.double().flatten() for part in tensors)])
-        self._waiting.append((self.training.step, lr, numbers))
+        self._names = losses._fields
+        self._waiting.append((self.training.step, lr, torch.stack([*losses, norm]).double()))
         if self.training.device.type == "cpu" or len(self._waiting) >= READ_EVERY:
             self.catch_up()
 
@@ -53,12 +51,12 @@ class Journal:
         waiting, self._waiting = self._waiting, []
         world = self.training.world
         rows = world.total(torch.stack([numbers for _, _, numbers in waiting]).cpu()) / world.size
-        config, task, scalars = self.training.config, self.training.task, len(self._names)
+        config, task = self.training.config, self.training.task
         now, last = time.perf_counter(), waiting[-1][0]
         speed = task.per_step * (last - self._written) / (now - self._since)
         self._since, self._written = now, last
         for (step, lr, _), row in zip(waiting, rows, strict=True):
-            total, *parts, norm = row[: scalars + 1].tolist()
+            total, *parts, norm = row.tolist()
             if step % config.log_every == 0 or step == config.steps:
                 self.write(
                     {
@@ -69,7 +67,6 @@ class Journal:
                         "grad_norm": norm,
                         "lr": lr,
                         task.unit: step * task.per_step,
-                        **task.record(row[scalars + 1 :]),
                         f"{task.unit}_per_second": speed,
                     }
                 )
