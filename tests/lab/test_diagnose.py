@@ -157,7 +157,7 @@ def test_a_real_collapse_is_found_live_and_afterwards(decay, tmp_path):
     assert ("collapsing" in rules) == (decay == "constant")
     assert any("Constant decay collapses" in text for _, text in findings.history) == (decay == "constant")
     assert "diverging" not in rules
-    assert (len(history.norm), history.momentum) == (steps, beta)
+    assert (len(history.norm.steps), history.momentum) == (steps, beta)
     # The recursion explains every step, up to the rounding of float32 weights, at most 6e-8 of their size per step.
     assert history.tracking.predicted.tolist() == pytest.approx(history.norm.r.tolist(), rel=steps * 6e-8)
 

@@ -281,14 +281,11 @@ def prepare_corpus(
     if earlier and not reread and not any(verify_folder(folder)):
         return read_record(folder)
     tokenizer: Tokenizer = ByteTokenizer()
-    recipe["trained_on"] = None
     if corpus.tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer(corpus.gpt2_files)
     elif corpus.tokenizer == "bpe":
         training = (text for text in corpus.documents() if not is_validation(text, fraction))
-        sample = list(up_to(training, TRAINING_CHARACTERS))
-        recipe["trained_on"], _ = digest_of(sample)
-        tokenizer = BPETokenizer.train(sample, corpus.vocab)
+        tokenizer = BPETokenizer.train(list(up_to(training, TRAINING_CHARACTERS)), corpus.vocab)
     return prepare(corpus.documents(), tokenizer, folder, **sizes, recipe=recipe, wait=wait, finished=finished)
 
 

@@ -83,9 +83,6 @@ class NormHistory:
         require("steps increase", columns[0].diff() > 0)
         return cls(columns[0].long(), *columns[1:])
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
 
 @dataclass(frozen=True, eq=False)
 class Tracking:
