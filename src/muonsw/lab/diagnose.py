@@ -26,7 +26,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.files import prepare_folder
 from muonsw.lab.options import unset
 from muonsw.lab.runs import SCOPES, Run, load_runs, tabulate, unique_names
-from muonsw.lab.theory.norm import NormHistory, Tracking, target_norms, track
+from muonsw.lab.theory.norm import NormHistory, smooth_targets, target_norms
 from muonsw.telemetry import Record
 from muonsw.text import counted
 
@@ -111,11 +111,6 @@ class History:
             return None
         r, s, phi, a = (column[known].tolist() for column in (r, s, phi, a.clip(-1.0, 1.0)))
         return NormHistory.of(self.steps[known].tolist(), r=r, s=s, phi=phi, a=a)
-
-    @cached_property
-    def tracking(self) -> Tracking | None:
-        """Steady state, lag and predicted norm."""
-        return None if self.norm is None else track(self.norm)
 
     @cached_property
     def peak_at(self) -> int:
@@ -428,8 +423,8 @@ def draw(histories: Sequence[History], stem: Path) -> list[Path]:
         add("loss", arm, *(evaluated if len(evaluated[0]) else history.run.training_losses))
         for title, key in PANELS.items():
             add(title, arm, history.steps, history.column(key))
-        if history.norm is not None and history.tracking is not None:
-            add(NORM, arm, history.norm.steps, history.tracking.smooth_target, dashed=True)
+        if history.norm is not None:
+            add(NORM, arm, history.norm.steps, smooth_targets(history.norm), dashed=True)
     highest = _known(np.array([history.highest("weight_rms") for history in histories])).max(initial=0.0)
     axes = {NORM: Axis(limits=(0.0, 1.4 * highest or 1.0))}  # during warmup the steady state is far larger
     charts = [Chart(title, title, curves, Axis("step"), axes.get(title, Axis())) for title, curves in panels.items()]

@@ -33,6 +33,7 @@ from muonsw.lab.runs import Run
 from muonsw.lab.stats import Claim, Source, above, at_least, at_most, below, over_seeds, within, within_share
 from muonsw.lab.studies.scales import SCALES, Scale
 from muonsw.lab.studies.study import Study
+from muonsw.lab.theory.norm import predict_norms, tracking_end
 from muonsw.lab.train.config import RunConfig
 
 GROUP = "scaled, group peak"
@@ -212,7 +213,7 @@ def judge_steady_state(results: Results, scale: Scale) -> list[Claim]:
 
     printed = paper.ROWS[1024]
     tracked = Source(paper.STEADY, "a norm follows while it is within a fifth of its target")
-    breaks = over_seeds([min(map(tracking_end, pair)) for pair in zip(*histories.values(), strict=True)])
+    breaks = over_seeds([min(map(last_followed, pair)) for pair in zip(*histories.values(), strict=True)])
     fall = over_seeds([run.norm_change for run in arms[CONSTANT]])
     ends = over_seeds([math.exp(gap) for gap in paired(arms[SCALED], arms[CONSTANT], log_end_norm)])
     printed_ends = printed.scaled_norm / printed.constant_norm
@@ -276,16 +277,12 @@ def judge_diagnostics(results: Results, scale: Scale) -> list[Claim]:
 
 def recursion_ratio(seen: History) -> float:
     """The end norm that the recursion predicts over the observed one; NaN without telemetry."""
-    if seen.tracking is None or seen.norm is None:
-        return math.nan
-    return float(seen.tracking.predicted[-1] / seen.norm.r[-1])
+    return math.nan if seen.norm is None else float(predict_norms(seen.norm)[-1] / seen.norm.r[-1])
 
 
-def tracking_end(seen: History) -> float:
-    """The step at which the norm stops following its target; infinite if it never does."""
-    if seen.tracking is None:
-        return math.nan
-    return math.inf if seen.tracking.broke_at is None else float(seen.tracking.broke_at)
+def last_followed(seen: History) -> float:
+    """The step at which the norm stops following its target, infinite if it never does; NaN without telemetry."""
+    return math.nan if seen.norm is None else tracking_end(seen.norm)
 
 
 def late_over_peak(seen: History) -> float:

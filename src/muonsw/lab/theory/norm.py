@@ -84,44 +84,38 @@ class NormHistory:
         return cls(columns[0].long(), *columns[1:])
 
 
-@dataclass(frozen=True, eq=False)
-class Tracking:
-    """The theory of a history, sample by sample; see `track`."""
-
-    smooth_target: Tensor  # the quasi-steady norm r*, with the noise of single alignments averaged out
-    broke_at: int | None  # step from which the norm stays more than a fifth off its target; None if it still follows
-    predicted: Tensor  # the recursion from the first observed norm
-
-
-def track(history: NormHistory) -> Tracking:
-    """Compare a history of the norm with its theory; ln r* is fitted by lines over a tenth of the run.
-
-    Examples:
-        >>> steps = range(1, 1001, 10)
-        >>> still = dict(s=[0.01] * 100, phi=[0.005] * 100, a=[0.0] * 100)
-        >>> tracking = track(NormHistory.of(steps, r=[0.1] * 100, **still))
-        >>> round(float(tracking.smooth_target[-1]), 6), tracking.broke_at
-        (0.1, None)
-    """
-    steps, width = history.steps, 0.0
-    if len(steps) > 1:  # at least five samples
-        width = max(WINDOW * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
-    smooth = windowed_line(steps, target_norms(history).log(), width)
-    lag = history.r.log() - smooth  # NaN where decay or update is zero
-
+def tracking_end(history: NormHistory) -> float:
+    """The step from which the norm stays more than a fifth off its smooth target; infinite if it still follows."""
+    lag = history.r.log() - smooth_targets(history).log()  # NaN where decay or update is zero
     # During warmup, which ends at the peak of decay, the target moves by design. The lag must last for half a window
     # of the fit: windows overlap, so a few noisy samples at the end are not a break.
-    warm = int(steps[history.phi >= history.phi.max() * (1.0 - 1e-3)][0])
-    counts = lag.isfinite() & (steps > warm)
-    later, above = steps[counts], lag[counts].abs() > LAG
+    warm = int(history.steps[history.phi >= history.phi.max() * (1.0 - 1e-3)][0])
+    counts = lag.isfinite() & (history.steps > warm)
+    later, above = history.steps[counts], lag[counts].abs() > LAG
     below = (~above).nonzero().flatten()
     first = int(below[-1]) + 1 if len(below) else 0
-    broke = first < len(later) and float(later[-1] - later[first]) >= width / 2
-    return Tracking(
-        smooth_target=smooth.exp(),
-        broke_at=int(later[first]) if broke else None,
-        predicted=predict_norms(history),
-    )
+    broke = first < len(later) and float(later[-1] - later[first]) >= fit_window(history) / 2
+    return float(later[first]) if broke else math.inf
+
+
+def smooth_targets(history: NormHistory) -> Tensor:
+    """The quasi-steady norm r* without the noise of single alignments: ln r* is fitted by lines.
+
+    Examples:
+        >>> still = dict(s=[0.01] * 100, phi=[0.005] * 100, a=[0.0] * 100)
+        >>> history = NormHistory.of(range(1, 1001, 10), r=[0.1] * 100, **still)
+        >>> round(float(smooth_targets(history)[-1]), 6), tracking_end(history)
+        (0.1, inf)
+    """
+    return windowed_line(history.steps, target_norms(history).log(), fit_window(history)).exp()
+
+
+def fit_window(history: NormHistory) -> float:
+    """The window of a line fit in steps: a tenth of the run, with at least five samples."""
+    steps = history.steps
+    if len(steps) < 2:
+        return 0.0
+    return max(WINDOW * float(steps[-1] - steps[0]), 4.0 * float(steps.diff().double().median()))
 
 
 def target_norms(history: NormHistory) -> Tensor:
