@@ -166,20 +166,25 @@ class Advise:
         return Advice(answer, verdict, total, low / per, high / per, tuple(notes))
 
     def _without_lambda(self, total: float | None) -> Advice:
-        verdict, answer = "", "Decay is too weak to matter in this run; leave lambda as it is."
         if self.training == "pretraining":
-            answer = "Decay is too weak to matter in this run at any usual lambda."
             note = "With so few steps at such a low rate, no usual lambda removes much of a weight."
-            if total is not None and total >= IDLE:
-                verdict = "fine" if total <= FINE * BEST else "large"
-                advice = "is fine" if verdict == "fine" else f"is large: about {BEST:g} is best"
-                answer = f"Your total decay of {total:.2g} {advice}."
-            return Advice(answer, verdict, total, None, None, (note,))
-        note = "Our runs trained language models from scratch; we tuned no lambda for other training."
-        if total is None:
-            answer = f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}."
-        elif total >= IDLE:
-            verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+            if total is None or total < IDLE:
+                verdict, answer = "", "Decay is too weak to matter in this run at any usual lambda."
+            elif total <= FINE * BEST:
+                verdict, answer = "fine", f"Your total decay of {total:.2g} is fine."
+            else:
+                verdict, answer = "large", f"Your total decay of {total:.2g} is large: about {BEST:g} is best."
+        else:
+            note = "Our runs trained language models from scratch; we tuned no lambda for other training."
+            if total is None:
+                verdict, answer = (
+                    "",
+                    f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}.",
+                )
+            elif total < IDLE:
+                verdict, answer = "", "Decay is too weak to matter in this run; leave lambda as it is."
+            else:
+                verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
         return Advice(answer, verdict, total, None, None, (note,))
 
 
