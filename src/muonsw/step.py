@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 CPU_CHUNK_BYTES = 4 * 2**20
 ACCELERATOR_CHUNK_BYTES = 9 * 2**26
 
+# Steps between searches for unfrozen parameters: with a frozen base of 288, one takes 0.4 ms, as long as a small step.
+LOOK_FOR_UNFROZEN = 100
+
 
 class Plan(NamedTuple):
     """What a step will do: the groups as they will be afterwards, batches, and the context of each batch."""
@@ -226,7 +229,7 @@ def commit(optimizer: ScaledDecayOptimizer, plan: Plan) -> None:
             "this step found no gradients, so nothing was changed; if the model was wrapped, sharded or moved after "
             "the optimizer was built, build the optimizer last",
         )
-    if optimizer._left_out:
+    if optimizer._left_out and optimizer.param_groups[0]["step_count"] % LOOK_FOR_UNFROZEN == 0:
         optimizer.warn_of_unfrozen()
     optimizer._last = [(batch.number, batch.parameters, plan.groups[batch.number]["lr"]) for batch in plan.batches]
 
