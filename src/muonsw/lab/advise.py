@@ -38,8 +38,8 @@ FLAT = "In our runs, a rate that stays flat for most of the run needed at most a
 ADAMW = "A range: we searched AdamW's lambda at one size and length only, where totals of 1 to 4 were best."
 FAR = "A range, because this run is far from ours: {}."
 REPEATS = (
-    f"Text seen {MANY_EPOCHS:g} times needed {REPEATED['constant']:g} (constant) and {REPEATED['scaled']:g} (scaled) "
-    "times the total decay of fresh text. We interpolate below that, and measured nothing above."
+    f"But text seen {MANY_EPOCHS:g} times needed {REPEATED['constant']:g} (constant) or {REPEATED['scaled']:g} "
+    f"(scaled) times as much. We interpolate below {MANY_EPOCHS:g} and measured nothing above."
 )
 
 
@@ -159,7 +159,7 @@ class Advise:
         else:
             verdict = "large" if total > high else "small"
             answer = f"Try lambda {lambdas} (total decay {totals} instead of {total:.2g})."
-        removes = f"{per:.3g} times lambda under {self.decay} decay"
+        removes = f"{per:{',.0f' if per >= 100 else '.3g'}} times lambda under {self.decay} decay"
         notes = [f"Total decay, the sum of the shares of a weight that each step removes, is {removes}.", basis]
         if self.epochs > FEW_EPOCHS:
             notes.append(REPEATS)

@@ -234,7 +234,7 @@ def decay_idle(history: History) -> str | None:
     if not 0.0 < total < IDLE or history.still_rising or history.run.in_progress:
         return None
     return (
-        f"Decay does nothing to {words(history)} in this run: total decay is {total:.2g}, so the choice of rule does "
+        f"Decay hardly changes {words(history)} in this run: total decay is {total:.2g}, so the choice of rule does "
         f"not matter. For decay to act, raise lambda about {1.0 / total:.0f} times, or train longer."
     )
 
