@@ -402,7 +402,7 @@ def held_out_fraction(documents: Iterable[str]) -> float:
     share = SMALL_SHARE if total < LARGE_CHARACTERS else LARGE_SHARE
     *candidates, _largest = sorted(sizes)
     if not candidates:
-        fix = "give several documents, a text file of 12 kB or more, or `muonsw data prepare --validation-fraction 0`"
+        fix = "give several documents, or a text file of 12 kB or more"
         raise UsageError(f"one document ({total:,} characters) cannot be both trained on and held out: {fix}")
     held_out = accumulate(sizes[candidate] for candidate in candidates)
     enough = (candidate for candidate, size in zip(candidates, held_out, strict=True) if size >= share * total)

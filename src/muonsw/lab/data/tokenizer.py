@@ -161,7 +161,7 @@ class GPT2Tokenizer(Tokenizer):
                 self._bpe = tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         except Exception as error:  # the network and damaged files raise many kinds of errors
             reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-            fix = "give a folder with GPT-2's vocab.bpe and encoder.json"
+            fix = "pass --gpt2-files, a folder with GPT-2's vocab.bpe and encoder.json"
             raise UsageError(f"no GPT-2 vocabulary from {files or 'the network'} ({reason}): {fix}") from error
         size = self._bpe.n_vocab
         merges = (self._bpe.decode_single_token_bytes(token).hex() for token in range(size - 1))
