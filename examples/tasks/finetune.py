@@ -36,6 +36,8 @@ def folder(start, seed):
 @cache
 def encoded(start, text):
     """The new text as tokens of the pre-trained model; the last tenth is held out."""
+    if not (start and text):
+        raise ValueError("give --task.start RUN, a run of `muonsw train`, and --task.text FILE")
     _, tokenizer = load_model(folder(start, 0))
     tokens = torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long()
     cut = 9 * len(tokens) // 10

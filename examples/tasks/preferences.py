@@ -76,6 +76,8 @@ def patterns(model, weight_decay, rank=0):
 @cache
 def encoded(start, text):
     """The text as tokens of the pre-trained model, and the size of its vocabulary."""
+    if not (start and text):
+        raise ValueError("give --task.start RUN, a run of `muonsw train`, and --task.text FILE")
     _, tokenizer = load_model(Path(start.replace("{seed}", "0")))
     return torch.as_tensor(tokenizer.encode(Path(text).read_text(encoding="utf-8"))).long(), tokenizer.vocab_size
 
