@@ -82,7 +82,7 @@ def test_an_arm_has_one_name_and_one_config():
         ("scaled,weight_decay", "setting=value"),
         ("scaled,lr=0.1,lr=0.2", "once"),
         ("scaled,decay=constant", "once"),
-        ("scaled,learning_rate=0.1", "unknown setting optimizer.learning_rate"),
+        ("scaled,learning_rate=0.1", "optimizer: unknown setting 'learning_rate'"),
         ("scaled,betas=0.9", "must be a list"),
         ("scaled,lr=fast", "lr='fast' must be of type float"),
         ("scaled,lr=NaN", "lr"),

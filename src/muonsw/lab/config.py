@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from muonsw.lab.files import plain
+from muonsw.registry import unknown
 
 T = TypeVar("T")
 # A commit with all settings that classes list in `RETIRED`.
@@ -34,7 +35,7 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
         >>> from_data(MuP, {"base_widht": 128})
         Traceback (most recent call last):
         ...
-        ValueError: unknown setting base_widht; known settings: enabled, base_width, init_std, embedding, residual
+        ValueError: unknown setting 'base_widht' (did you mean 'base_width'?); known: enabled, base_width, ...
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{where or 'the settings'}: expected an object with settings, not {data!r}")
@@ -44,7 +45,7 @@ def from_data(kind: type[T], data: Any, where: str = "") -> T:
         if key in retired and value != retired[key]:
             raise ValueError(f"{_dotted(where, key)}={value!r} needs an older muonsw: commit {LAST_WITH_RETIRED}")
         if key not in known and key not in retired:
-            raise ValueError(f"unknown setting {_dotted(where, key)}; known settings: {', '.join(known)}")
+            raise ValueError(f"{where and f'{where}: '}{unknown('setting', key, list(known))}")
     for name, field in known.items():
         if name not in data and field.default is MISSING and field.default_factory is MISSING:
             raise ValueError(f"setting {_dotted(where, name)} is missing")

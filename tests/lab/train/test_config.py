@@ -22,7 +22,7 @@ def test_the_identity_of_a_run_never_changes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": {"learning_rate": 1}}, "unknown setting optimizer.learning_rate"),
+        ({"optimizer": {"learning_rate": 1}}, "optimizer: unknown setting 'learning_rate'"),
         ({"optimizer": {"decay": "scalled"}}, "optimizer.decay='scalled' must be one of"),
         ({"optimizer": {"preset": "soap", "algorithm": "adamw"}}, "preset='soap' decides algorithm"),
         ({"steps": "many"}, "steps='many' must be of type int"),
