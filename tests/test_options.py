@@ -22,6 +22,7 @@ WRONG = [
     ({"split_sizes": 3}, ""),
     ({"peak_lr": 0.0}, "above 0"),
     ({"peak_lr": torch.tensor(1.0)}, "must be a float, None or 'running_max'"),
+    ({"peak_lr": object()}, "must be a float, None or 'running_max'"),
     ({"nonfinite": "ignore"}, "'skip', 'raise', 'propagate'"),
     ({"replay": "never"}, "True or False"),
     ({"differentiable": True}, "steps are not differentiable"),

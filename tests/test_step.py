@@ -65,7 +65,7 @@ def test_a_parameter_unfrozen_later_warns_once():
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": [("0.weight", model[0].weight)]})
     before = model[0].weight.detach().clone()
-    advice = r"0\.bias required no gradient when .* add_param_group with their algorithm and weight_decay"
+    advice = r"0\.bias required no gradient when .* add_param_group with .* pairs, their algorithm and weight_decay"
     with pytest.warns(UserWarning, match=advice):
         for _ in range(LOOK_FOR_UNFROZEN):
             step()

@@ -197,7 +197,8 @@ class ScaledDecayOptimizer(Optimizer):
                 "unfrozen",
                 f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} required no gradient when this "
                 f"optimizer was built and are in no param group, so they are not trained. Build the optimizer after "
-                f"unfreezing, or call add_param_group with their algorithm and weight_decay ('adamw' and 0.0 are safe)",
+                f"unfreezing, or call add_param_group with (name, parameter) pairs, their algorithm and weight_decay "
+                f"('adamw' and 0.0 are safe)",
             )
 
     @property

@@ -155,7 +155,7 @@ def _or_none(check: Check) -> Check:
 def _peak_lr(value: Any) -> Any:
     if value is None or value == RUNNING_MAX:
         return value
-    if isinstance(value, Tensor | str):
+    if not isinstance(value, Real):
         raise ValueError("must be a float, None or 'running_max'")
     return _number(above=True)(value)
 

@@ -30,7 +30,9 @@ class Registry(dict[str, T]):
     def register(self, name: str, entry: T) -> None:
         """Add `entry` under a new name."""
         if name in self:
-            raise ValueError(f"{self.kind} {name!r} is already registered; to replace it, assign to [{name!r}]")
+            raise ValueError(
+                f"{self.kind} {name!r} is already registered; choose another name, or assign to registry[{name!r}]"
+            )
         self[name] = entry
 
     def __missing__(self, name: str) -> NoReturn:

@@ -349,7 +349,7 @@ def test_mistakes_are_named():
     def build(**options):
         return AdamWSW(matrices((4, 6), dtype=options.pop("dtype", torch.float32)), **CONSTANT | options)
 
-    with pytest.raises(TypeError, match="wraps AdamWSW, MuonSW or SGDSW, not a AdamW"):
+    with pytest.raises(TypeError, match="wraps AdamWSW, MuonSW or SGDSW, not AdamW"):
         ScheduleFree(torch.optim.AdamW(matrices((4, 6))))
     for options in (
         {"beta": 1.0}, {"warmup_steps": -1}, {"r": [0.0]}, {"weight_lr_power": float("nan")},

@@ -81,7 +81,7 @@ class ScheduleFree(Optimizer):
         model: nn.Module | None = None,
     ) -> None:
         if not isinstance(optimizer, ScaledDecayOptimizer):
-            raise TypeError(f"ScheduleFree wraps AdamWSW, MuonSW or SGDSW, not a {type(optimizer).__name__}")
+            raise TypeError(f"ScheduleFree wraps AdamWSW, MuonSW or SGDSW, not {type(optimizer).__name__}")
         require_number("beta", beta, 0, 1, open_ends=True)
         for key, value in {"warmup_steps": warmup_steps, "r": r, "weight_lr_power": weight_lr_power}.items():
             require_number(key, value)
