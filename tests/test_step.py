@@ -57,21 +57,20 @@ def test_a_parameter_unfrozen_later_warns_once():
     model[0].requires_grad_(False)
     optimizer = MuonSW.for_model(model, lr=0.1)
 
-    def step():
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+    def steps(count):
+        for _ in range(count):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
 
-    step()
+    steps(1)
     model[0].requires_grad_(True)
     optimizer.add_param_group({"params": [("0.weight", model[0].weight)]})
     before = model[0].weight.detach().clone()
     advice = r"0\.bias required no gradient when .* add_param_group with .* pairs, their algorithm and weight_decay"
     with pytest.warns(UserWarning, match=advice):
-        for _ in range(LOOK_FOR_UNFROZEN):
-            step()
+        steps(LOOK_FOR_UNFROZEN)
     assert not torch.equal(model[0].weight, before)
-    for _ in range(LOOK_FOR_UNFROZEN):
-        step()
+    steps(LOOK_FOR_UNFROZEN)
 
 
 @pytest.mark.parametrize(("key", "value"), [("algorithm", "adamw"), ("state_dtype", "int8")])
