@@ -36,11 +36,6 @@ def test_a_run_with_only_damaged_checkpoints_starts_over_and_keeps_its_records(t
     assert_same_run(uninterrupted(), tmp_path, 12)
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path):
-    train(small_run(keep=2, checkpoint_every=2), tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000010", "step-00000012"]
-
-
 def test_a_validation_loss_of_nan_survives_a_checkpoint(tmp_path):
     """A validation loss may overflow though the training losses are fine; the run continues, and resumes."""
     whole = Training(with_fingerprint(small_run()))
