@@ -83,29 +83,28 @@ def operations(work: Callable[[], object], folder: Path) -> int:
 
 def killed_at(number: int, work: Callable[[], object], folder: Path) -> bool:
     """Do the work in a child that is killed before its n-th operation; return whether it got that far."""
-
-    def doomed() -> int:
-        Counter(folder, number).start()
-        work()
-        return 0
-
-    code = in_child(doomed)
-    assert code in (0, -signal.SIGKILL), code
-    return code != 0
+    return _killed(Counter(folder, number).start, work, signal.SIGKILL)
 
 
 def killed_at_size(size: int, work: Callable[[], object]) -> bool:
     """Do the work in a child that is killed when a write makes a file larger than `size`; return whether it was."""
 
-    def doomed() -> int:
+    def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit_files(size)
+
+    return _killed(limit, work, signal.SIGXFSZ)
+
+
+def _killed(prepare: Callable[[], None], work: Callable[[], object], number: signal.Signals) -> bool:
+    def doomed() -> int:
+        prepare()
         work()
         return 0
 
     code = in_child(doomed)
-    assert code in (0, -signal.SIGXFSZ), code
+    assert code in (0, -number), code
     return code != 0
 
 
