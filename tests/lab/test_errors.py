@@ -1,11 +1,12 @@
 """A rank exits cleanly."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests.lab.train.ranks import free_port
 
 # Rank 0 exits while a gloo thread waits for the GIL, to release a tensor of a finished collective.
 ENDING = """
@@ -35,9 +36,7 @@ end(5)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gloo's threads, as on Linux")
 def test_a_rank_ends_with_its_code_whatever_threads_of_gloo_still_do():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     command, pipes = [sys.executable, "-c", ENDING], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
