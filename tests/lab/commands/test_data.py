@@ -7,7 +7,6 @@ import pytest
 from muonsw.lab.cli import main
 from muonsw.lab.data.loader import read_record
 from muonsw.lab.data.prepare import SHARD_CHARACTERS
-from tests.faults.commands import refused
 from tests.lab.texts import write_texts
 
 OPTIONS = ["--vocab", "300", "--validation-fraction", "0.05"]
@@ -58,9 +57,3 @@ def test_tokens_without_their_record_are_not_taken_for_text(folder, capsys):
     assert muonsw("verify", folder) == 2
     assert "muonsw data prepare" in capsys.readouterr().err
     assert muonsw("prepare", folder, *SMALL) == muonsw("verify", folder) == 0
-
-
-def test_a_folder_that_cannot_be_used_is_refused(folder):
-    options = [option.format(folder=folder) for option in SMALL]
-    assert "cannot write to the folder" in refused("data", "prepare", folder / "data.json/new", *options)
-    assert "holds no prepared data" in refused("data", "verify", folder / "none")

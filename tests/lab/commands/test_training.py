@@ -68,12 +68,6 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     assert len(list((tmp_path / "out/data").iterdir())) == 2
 
 
-def test_a_text_that_is_too_small_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text(words(3_000), encoding="utf-8")
-    error = refused("compare", "--text", "a.txt", *SHORT)
-    assert "fewer than one batch of 12: make the batch or the sequence smaller, or add data" in error
-
-
 @pytest.mark.parametrize(
     ("command", "options", "message"),
     [
