@@ -24,11 +24,14 @@ NEEDS_A_PACKAGE = {
 
 
 def imports(path):
+    """The modules that a file imports, also inside functions, and the names that it takes from them."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import hides the module"
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_the_library_needs_torch_alone_and_never_the_lab():
