@@ -186,9 +186,6 @@ def test_a_finished_comparison_is_written_and_not_run_again(folder):
     page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert "<title>a title</title>" in page
     assert conclusion.sentence in page
-    other = [ARMS[0], Arm("scaled", replace(ARMS[1].optimizer, weight_decay=0.5))]
-    with pytest.raises(UsageError, match=r"optimizer\.weight_decay: 1\.0 there, 0\.5 now"):
-        concluded(folder, other, base=tiny_run(), seeds=3)
 
 
 def test_an_unwritable_outcome_is_refused_before_training(tmp_path):

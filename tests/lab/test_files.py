@@ -10,14 +10,8 @@ from muonsw.lab.files import (
     replacing,
     require_writable,
     write_atomically,
-    write_json,
 )
 from tests.faults.killing import files_no_larger_than
-
-
-def test_json_is_read_back_and_infinity_becomes_null(tmp_path):
-    write_json(tmp_path / "a.json", {"loss": float("inf"), "steps": (1, 2)})
-    assert read_object(tmp_path / "a.json") == {"loss": None, "steps": [1, 2]}
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
