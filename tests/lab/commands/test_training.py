@@ -4,10 +4,10 @@ import html
 import inspect
 import json
 import math
-import random
 import re
 import sys
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from muonsw.lab.stats import t_interval
 from muonsw.lab.studies import records
 from tests.faults.commands import refused
 from tests.lab.small_tasks import task_file
+from tests.lab.texts import markov_texts
 from tests.lab.train.ranks import write_config
 from tests.lab.train.small_runs import losses, small_run, tokens
 
@@ -36,19 +37,15 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def words(characters, vocabulary=400, seed=0):
-    """Lines of made-up words, some far more frequent than others."""
-    chosen = random.Random(seed)
-    lexicon = ["".join(chosen.choices("etaoinshrdlu", k=chosen.randint(2, 9))) for _ in range(vocabulary)]
-    text = " ".join(chosen.choices(lexicon, weights=[1 / (rank + 1) for rank in range(vocabulary)], k=characters // 4))
-    return re.sub("(.{60,80}) ", "\\1\n", text)[:characters]
+def write_notes(path, seed=0):
+    path.write_text("\n\n".join(islice(markov_texts(seed), 120)), encoding="utf-8")
 
 
 # Text.
 
 
 def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
-    (tmp_path / "my notes.txt").write_text(words(60_000), encoding="utf-8")
+    write_notes(tmp_path / "my notes.txt")
     assert main(["compare", "--text", "my notes.txt", *SHORT]) == 0
     (folder,) = (tmp_path / "out/data").iterdir()
     lines = capsys.readouterr().out.splitlines()
@@ -63,7 +60,7 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     train = ["train", "--text", "my notes.txt", "--steps", "1", "--batch", "4"]
     assert main(train) == 0
     assert [folder] == list((tmp_path / "out/data").iterdir())
-    (tmp_path / "my notes.txt").write_text(words(60_000, seed=1), encoding="utf-8")
+    write_notes(tmp_path / "my notes.txt", seed=1)
     assert main([*train, "--out", "other"]) == 0
     assert len(list((tmp_path / "out/data").iterdir())) == 2
 
@@ -94,7 +91,7 @@ def test_a_text_file_becomes_a_verdict(tmp_path, capsys):
     ],
 )
 def test_a_mistake_is_explained_before_anything_is_written(command, options, message, tmp_path):
-    (tmp_path / "notes.txt").write_text(words(60_000), encoding="utf-8")
+    write_notes(tmp_path / "notes.txt")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/report.html").write_text("of another program", encoding="utf-8")
