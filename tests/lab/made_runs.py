@@ -83,7 +83,8 @@ def make_run(
         if (step - 1) % 10 == 0:
             record = {"cross_entropy": loss, "lr": row["lr"], "tokens": 100 * step}
             norm = {} if grad_norm is None else {"grad_norm": grad_norm}
-            lines.append({"kind": "train", "step": step, "loss": loss, **record, **norm})
+            total = loss and loss + 0.01  # with what balances experts
+            lines.append({"kind": "train", "step": step, "loss": total, **record, **norm})
         if step % max(steps // 20, 1) == 0:
             lines.append({"kind": "eval", "step": step, "loss": loss})
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,6 +96,12 @@ def make_run(
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
+
+
+def telemetry_lines(folder: Path) -> str:
+    """The telemetry of a run folder, as `muonsw.Telemetry` writes it to a file of its own."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if '"telemetry"' in line)
 
 
 def watch(optimizer, loss, sink, *, steps, schedule=None, **options):

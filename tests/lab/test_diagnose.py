@@ -24,7 +24,7 @@ from muonsw.lab.errors import UsageError
 from muonsw.lab.runs import load_run
 from muonsw.lab.theory.norm import predict_norms
 from muonsw.lab.theory.schedule import lr_scheduler, warmup_cosine
-from tests.lab.made_runs import make_history, make_run, simulate, watch
+from tests.lab.made_runs import make_history, make_run, simulate, telemetry_lines, watch
 
 # Relaxation-matched to the paper: lambda * peak * steps = 40.
 LONG = {"lam": 0.5, "lr": 0.02, "steps": 4000}
@@ -174,8 +174,7 @@ def test_a_real_collapse_is_found_live_and_afterwards(decay, tmp_path):
 def test_live_findings_are_those_of_the_diagnosis(tmp_path, settings, rules):
     """On the same records, at any time."""
     folder = make_run(tmp_path / "run", **settings | {"every": 100})
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    lines = [line for line in lines if '"telemetry"' in line]
+    lines = telemetry_lines(folder).splitlines(keepends=True)
     path, live = tmp_path / "telemetry.jsonl", {rule.name for rule in RULES if rule.live}
     for number in (6, 20, len(lines)):
         path.write_text("".join(lines[:number]), encoding="utf-8")
@@ -200,9 +199,8 @@ def test_a_finding_is_repeated_rarely_and_memory_is_bounded():
 def test_the_command_prints_findings_and_norms_and_draws_one_figure(tmp_path, capsys):
     """The runs are folders and a telemetry file, whose rule is inferred from the recorded decay."""
     runs = tuple(make_run(tmp_path / rule, rule=rule, lam=2.0, steps=1000, every=10) for rule in ("constant", "scaled"))
-    lines = (runs[0] / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     file = tmp_path / "telemetry.jsonl"
-    file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
+    file.write_text(telemetry_lines(runs[0]), encoding="utf-8")
     out = tmp_path / "out"
     assert Diagnose(runs=(*runs, file), out=out).run() == 0
     printed = capsys.readouterr().out

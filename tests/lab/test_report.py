@@ -24,7 +24,7 @@ from muonsw.lab.report import (
 )
 from muonsw.lab.runs import load_runs
 from muonsw.lab.stats import Claim, Criterion
-from tests.lab.made_runs import make_run
+from tests.lab.made_runs import make_run, telemetry_lines
 
 LAST = ("scaled", 1)
 
@@ -142,8 +142,7 @@ def test_a_telemetry_file_makes_a_report_and_a_run_without_an_arm_is_one(runs, t
     files = [tmp_path / name / "telemetry.jsonl" for name in "ab"]
     for file, run in zip(files, runs[::2], strict=True):
         file.parent.mkdir()
-        lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        file.write_text("".join(line for line in lines if '"telemetry"' in line), encoding="utf-8")
+        file.write_text(telemetry_lines(run.path), encoding="utf-8")
     assert Report(tuple(files), out=tmp_path / "page.html").run() == 0
     data = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert [figure["name"] for figure in data["figures"]] == ["weight-norm", "decay"]

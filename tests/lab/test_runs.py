@@ -55,13 +55,14 @@ def test_everything_written_is_read_back(folder):
 
 
 def test_a_run_in_progress_is_read_without_the_line_that_is_being_written(tmp_path):
-    folder = make_run(tmp_path / "half", steps=200, until=91)
+    losses = [3.0 + abs(step - 50) / 100 for step in range(200)]
+    folder = make_run(tmp_path / "half", steps=200, until=91, losses=losses)
     (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes() + b'{"kind": "train", "st')
     run = load_run(folder)
     assert run.in_progress
     assert run.result is None
     assert (run.steps, run.planned_steps) == (91, 200)
-    assert run.final_loss == run.losses[1][-1]
+    assert run.final_loss == run.losses[1][-1] > run.best_loss == min(run.losses[1])
     assert np.isnan(run.seconds)
 
 
