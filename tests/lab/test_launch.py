@@ -251,7 +251,7 @@ def test_options_that_slurm_cannot_take_are_refused_before_anything_is_prepared(
     assert not list(tmp_path.iterdir())
 
 
-def test_parameters_of_sbatch():
+def test_slurm_gets_the_options_and_the_gpus_of_a_run():
     options = ("partition=gpu", "cpus-per-task=8", "exclusive")
     cluster = Cluster(cluster="slurm", time=240, slurm=options, setup=("module load cuda",))
     assert cluster.parameters("auto") == {

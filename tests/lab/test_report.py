@@ -154,7 +154,7 @@ def test_a_telemetry_file_makes_a_report_and_a_run_without_an_arm_is_one(runs, t
 # The command.
 
 
-def test_the_command_writes_and_refuses(runs, tmp_path, capsys):
+def test_the_command_writes_a_page_but_not_over_a_foreign_file(runs, tmp_path, capsys):
     root = runs[0].path.parent
     comparison, out = tmp_path / "comparison", tmp_path / "deep" / "page.html"
     shutil.copytree(root, comparison / "runs")

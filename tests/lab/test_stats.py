@@ -112,7 +112,7 @@ def test_t_quantiles_agree_with_tables(probability, freedom, value):
     assert student_t_cdf(-value, freedom) == pytest.approx(1.0 - probability, rel=1e-4)
 
 
-def test_slopes_of_several_curves():
+def test_the_slope_of_a_power_is_its_exponent():
     x = torch.tensor([1.0, 3.0, 10.0, 40.0], dtype=torch.float64)
     slopes = log_log_slope(x, torch.stack([x**-1.5, 7.0 * x**2]))
     assert torch.allclose(slopes, torch.tensor([-1.5, 2.0], dtype=torch.float64))

@@ -47,7 +47,7 @@ def test_every_run_has_its_settings_and_a_loss():
     assert len(set(keys)) == len(keys), "a run appears twice"
 
 
-def test_statistics():
+def test_statistics_are_those_computed_by_hand():
     assert tables.half([1.0, 2.0, 3.0]) == pytest.approx(2.4841, abs=1e-4)
     assert tables.between({0.1: [3.0], 0.4: [3.2]}, 0.2) == pytest.approx([3.1])
     rows = [[{"seed": 0, "eval.step": [0, 10, 20], "eval.loss": losses}] for losses in ([5, 4, 3.5], [5, 3, 2])]

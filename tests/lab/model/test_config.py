@@ -32,7 +32,7 @@ SIGMAS = 6
 
 
 @pytest.mark.parametrize("m", [1, 4])
-def test_table(m):
+def test_mup_scales_each_role_with_the_width(m):
     """By role: standard deviation, multiplier and learning rate at m times the base width and 12 layers."""
     expected = {
         "embedding": (0.02, 10, 1),
@@ -53,7 +53,7 @@ def test_standard_parametrization_has_the_base_row_at_every_width():
     assert scalings(standard) == scalings(small(width=256, head_dim=64))
 
 
-def test_statistics_by_role_match_the_table():
+def test_initial_weights_have_the_deviations_of_the_table():
     config = small(width=256, head_dim=32, layers=3, ff=96, vocab=500)
     table = scalings(config)
     for name, param in Decoder(config, seed=3).named_parameters():

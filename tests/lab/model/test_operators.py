@@ -28,13 +28,13 @@ def both_ways(function, inputs, twin):
     return results
 
 
-def test_the_head():
+def test_the_operator_of_the_head_passes_the_checks_of_torch():
     x, head, targets = torch.randn(10, 4), torch.randn(9, 4), torch.arange(10) % 9
     for differentiate in (True, False):
         assert is_sound(loss._head_loss_on_gpu, x, head, targets, 2.0, 4, differentiate)
 
 
-def test_copying_to_the_experts_and_combining():
+def test_tokens_that_visit_their_experts_return_weighted():
     x, weights = torch.randn(20, 6), torch.rand(20, 2)
     routes = layers.plan_routes(torch.randn(20, 5).topk(2).indices, 5)
     places = routes.places
@@ -54,7 +54,7 @@ def test_copying_to_the_experts_and_combining():
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((3, 0, 50, 11), 4), ((0, 0, 64, 0), 1)])
-def test_gradients_of_grouped_experts(sizes, parts, monkeypatch):
+def test_grouped_experts_equal_those_one_by_one(sizes, parts, monkeypatch):
     """In bfloat16, as on a GPU: torch has a slow form of the same product for CPUs."""
     monkeypatch.setattr(layers, "row_parts", lambda _: parts)
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
