@@ -75,15 +75,6 @@ def test_invalid_settings_are_refused(settings, match):
         Corpus(**settings)
 
 
-def test_limits_cut_documents(tmp_path):
-    path, documents = write_texts(tmp_path / "texts.jsonl", 20), list(islice(markov_texts(seed=0), 20))
-    for limit in (1, 1000, 5000):
-        cut = texts(path, limit_characters=limit)
-        assert cut == documents[: len(cut)]
-        assert sum(map(len, cut)) >= limit > sum(map(len, cut[:-1]))
-    assert texts(path, limit_characters=10**9) == documents
-
-
 def test_python_files_are_sorted_and_without_tests_and_copies(tmp_path):
     files = {
         "b.py": "b",
