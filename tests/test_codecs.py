@@ -11,7 +11,7 @@ from muonsw import AdamWSW, MuonSW
 from muonsw.codecs import block_length, decode, encode
 from muonsw.precision import Noise
 from tests.common.cuda import OnAGPU
-from tests.common.problems import assert_same, run
+from tests.common.problems import assert_same, run, tensors_of
 
 KINDS = {"muon": partial(MuonSW, ns_dtype="float32"), "adamw": AdamWSW}
 LEVELS = {torch.int8: 127, torch.uint8: 255}
@@ -120,7 +120,7 @@ def test_chunk_size_does_not_matter(name):
     for chunk_bytes in (None, 256, 40_000):
         params, optimizer = problem(name, state_dtype="int8", chunk_bytes=chunk_bytes)
         run(optimizer, params, 3)
-        results.append([tensor for param in params for tensor in (param, *optimizer.state[param].values())])
+        results.append(tensors_of(optimizer, params))
         assert all(tensor.is_contiguous() for tensor in optimizer.state[params[0]].values())
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])

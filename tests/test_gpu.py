@@ -9,7 +9,7 @@ from muonsw.kernels import tables
 from muonsw.precision import stochastic_round
 from muonsw.reference import Decay, ReferenceMuonSW, ns5
 from tests.common.cuda import feed, no_waiting, on_gpu
-from tests.common.problems import OPTIMIZERS, cosine, matrices, set_gradients
+from tests.common.problems import OPTIMIZERS, assert_same, cosine, matrices, set_gradients, tensors_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,12 +57,11 @@ def test_a_bad_gradient_changes_nothing_and_the_host_never_waits(algorithm, dtyp
     optimizer = MuonSW([group], lr=0.05, weight_decay=0.3)
     feed(params, 0)
     optimizer.step()
-    before = [v.clone() for p in params for v in (p.detach(), *optimizer.state[p].values())]
+    before = tensors_of(optimizer, params)
     params[1].grad[3, 3] = float("nan")
     with no_waiting():
         optimizer.step()
-    after = [v for p in params for v in (p.detach(), *optimizer.state[p].values())]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert_same(tensors_of(optimizer, params), before)
     assert optimizer.skipped_steps == 1
 
 

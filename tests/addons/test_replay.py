@@ -16,7 +16,7 @@ from muonsw.kernels.graphs import GradientReads
 from muonsw.orthogonalize import ORTHOGONALIZERS, newton_schulz
 from muonsw.step import make_plan
 from tests.common.cuda import no_waiting
-from tests.common.problems import assert_same, cosine, flag_on_device, matrices, set_gradients
+from tests.common.problems import assert_same, cosine, flag_on_device, matrices, set_gradients, tensors_of
 
 SHAPES = [(64, 64), (32, 96), (4, 48, 32), (96, 32)]
 REPLAYED = ("muon", "adamw")
@@ -41,10 +41,6 @@ def feed(params, step, *, in_place=True, absent=None):
         else:
             param.buffer = twin.grad.to(param.device)
         param.grad = None if number == absent else param.buffer
-
-
-def tensors_of(optimizer, params):
-    return [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
 
 
 def take_steps(optimizer, params, steps, *, captured=True, absent=()):

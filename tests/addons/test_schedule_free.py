@@ -10,7 +10,16 @@ from torch import nn
 
 from muonsw import SGDSW, AdamWSW, MuonSW, PeakLRError, ScheduleFree, Telemetry
 from muonsw.reference import Decay
-from tests.common.problems import WITH_REFERENCE, assert_same, clones, matrices, set_gradients, step_with_nan
+from tests.common.problems import (
+    WITH_REFERENCE,
+    assert_same,
+    clones,
+    matrices,
+    run,
+    set_gradients,
+    step_with_nan,
+    tensors_of,
+)
 from tests.family.references import NorMuon, recorded
 from tests.family.schedule_free import SHAPES, STEPS, ReferenceScheduleFree, gradient, start
 
@@ -86,16 +95,10 @@ def test_it_matches_the_reference(algorithm, rule):
         torch.testing.assert_close(optimizer.state[param]["z"], reference.base.W, rtol=1e-9, atol=1e-11)
 
 
-def trained(optimizer, params, begin, end):
+def trained(optimizer, params, steps, start=0):
     optimizer.train()
-    take_steps(optimizer, params, begin, end)
+    run(optimizer, params, steps, start=start)
     optimizer.eval()
-
-
-def take_steps(optimizer, params, begin, end):
-    for step in range(begin, end):
-        set_gradients(params, step)
-        optimizer.step()
 
 
 @pytest.mark.parametrize("algorithm", CLASSES)
@@ -106,13 +109,13 @@ def test_it_resumes_bit_for_bit(algorithm):
 
     params = matrices((4, 6), (6, 6))
     optimizer = build(params)
-    trained(optimizer, params, 0, 8)
+    trained(optimizer, params, 8)
     resumed, saved = clones(params), copy.deepcopy(optimizer.state_dict())
     other = build(resumed)
     other.load_state_dict(saved)
     assert not other.training
-    trained(optimizer, params, 8, 12)
-    trained(other, resumed, 8, 12)
+    trained(optimizer, params, 4, start=8)
+    trained(other, resumed, 4, start=8)
     assert_same(params, resumed)
     assert [group["averaged_steps"] for group in other.param_groups] == [12]
 
@@ -125,15 +128,15 @@ def test_a_state_saved_in_training_mode_resumes_in_it(joined):
     if joined:
         optimizer.add_param_group({"params": params})
         del optimizer.param_groups[0]
-    take_steps(optimizer, params, 0, 5)
+    run(optimizer, params, 5)
     resumed = clones(params)
     with pytest.warns(UserWarning, match="saved in training mode"):
         saved = copy.deepcopy(optimizer.state_dict())
     other = ScheduleFree(AdamWSW(resumed, **CONSTANT))
     other.load_state_dict(saved)
     assert other.training
-    take_steps(optimizer, params, 5, 9)
-    take_steps(other, resumed, 5, 9)
+    run(optimizer, params, 4, start=5)
+    run(other, resumed, 4, start=5)
     optimizer.eval()
     other.eval()
     assert_same(params, resumed)
@@ -149,11 +152,11 @@ def test_a_state_without_schedule_free_starts_a_new_average():
         resumed = clones(params)
         optimizer = ScheduleFree(AdamWSW(resumed, **CONSTANT))
         optimizer.train()
-        take_steps(optimizer, resumed, 0, steps_before)
+        run(optimizer, resumed, steps_before)
         resumed[0].data.copy_(params[0])
         optimizer.load_state_dict(saved)
         assert not optimizer.training
-        trained(optimizer, resumed, 1, 4)
+        trained(optimizer, resumed, 3, start=1)
         actual.append(resumed)
     assert_same(*actual)
 
@@ -181,21 +184,14 @@ def test_the_wrong_mode_is_an_error():
     assert str(optimizer.state_dict()) == str(before)
 
 
-def snapshot(optimizer, params):
-    tensors = [value for param in params for value in (param, *optimizer.state.get(param, {}).values())]
-    return [tensor.detach().clone() for tensor in tensors], [
-        group["averaged_steps"] for group in optimizer.param_groups
-    ]
-
-
 @pytest.mark.parametrize(("error", "lr"), [(PeakLRError, 0.2), (torch.OutOfMemoryError, 0.05)], ids=["rate", "memory"])
 def test_a_step_that_fails_changes_nothing(error, lr, monkeypatch):
     """Before anything is moved, or while parameters hold z."""
     params = matrices((4, 6), (6, 6), dtype=torch.float64)
     optimizer = ScheduleFree(SGDSW(params, lr=0.05, decay="independent", weight_decay=0.3))
     optimizer.train()
-    take_steps(optimizer, params, 0, 3)
-    before = snapshot(optimizer, params)
+    run(optimizer, params, 3)
+    before = tensors_of(optimizer, params)
 
     def no_memory(*_arguments):
         raise torch.OutOfMemoryError
@@ -204,10 +200,8 @@ def test_a_step_that_fails_changes_nothing(error, lr, monkeypatch):
     optimizer.param_groups[0]["lr"] = lr
     with pytest.raises(error):
         optimizer.step()
-    after = snapshot(optimizer, params)
-    assert_same(before[0], after[0])
-    assert before[1] == after[1] == [3]
-    assert optimizer.param_groups[0]["lr"] == lr
+    assert_same(before, tensors_of(optimizer, params))
+    assert (optimizer.param_groups[0]["averaged_steps"], optimizer.param_groups[0]["lr"]) == (3, lr)
 
 
 @pytest.mark.usefixtures("known_by")
@@ -248,7 +242,7 @@ def test_a_first_step_at_zero_makes_state_in_both_modes_and_moves_nothing():
 def test_warmup_leaves_a_tensor_rate_as_it_was():
     params = matrices((4, 6))
     optimizer = ScheduleFree(AdamWSW(params, **CONSTANT | {"lr": torch.tensor(0.05)}), warmup_steps=5)
-    trained(optimizer, params, 0, 2)
+    trained(optimizer, params, 2)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
 
 
@@ -256,7 +250,7 @@ def test_norm_rules_act_on_z():
     params = matrices((4, 6), dtype=torch.float64)
     norm = params[0].detach().norm()
     optimizer = ScheduleFree(MuonSW(params, norm="hyperball", **CONSTANT))
-    trained(optimizer, params, 0, 5)
+    trained(optimizer, params, 5)
     torch.testing.assert_close(optimizer.state[params[0]]["z"].norm(), norm, rtol=1e-12, atol=0)
     assert params[0].detach().norm() < norm  # an average of points on a ball
 
@@ -297,11 +291,11 @@ def test_copies_train_like_the_original(copier):
     model = nn.Linear(6, 4)
     optimizer = ScheduleFree(AdamWSW(model.parameters(), **CONSTANT), beta=0.8, warmup_steps=5, model=model)
     optimizer.train()
-    take_steps(optimizer, list(model.parameters()), 0, 3)
+    run(optimizer, list(model.parameters()), 3)
     copied, other = copier((model, optimizer))
     assert other.training
-    take_steps(optimizer, list(model.parameters()), 3, 9)
-    take_steps(other, list(copied.parameters()), 3, 9)
+    run(optimizer, list(model.parameters()), 6, start=3)
+    run(other, list(copied.parameters()), 6, start=3)
     assert_same(list(copied.parameters()), list(model.parameters()))
     other.eval()
     with pytest.raises(RuntimeError, match="the model trains while its optimizer is in evaluation mode"):
@@ -312,12 +306,12 @@ def test_a_model_that_became_bfloat16_is_refused_and_left_alone():
     params = matrices((4, 6))
     optimizer = ScheduleFree(AdamWSW(params, **CONSTANT))
     optimizer.train()
-    take_steps(optimizer, params, 0, 2)
+    run(optimizer, params, 2)
     params[0].data, params[0].grad = params[0].data.bfloat16(), None
-    before = snapshot(optimizer, params)[0]
+    before = tensors_of(optimizer, params)
     with pytest.raises(ValueError, match=r"less than torch\.bfloat16 weights with torch\.float32 state can hold"):
-        take_steps(optimizer, params, 2, 3)
-    assert_same(before, snapshot(optimizer, params)[0])
+        run(optimizer, params, 1, start=2)
+    assert_same(before, tensors_of(optimizer, params))
 
 
 def test_scaled_decay_warns_that_it_is_constant_decay():
@@ -332,15 +326,15 @@ def test_a_load_of_what_cannot_be_averaged_changes_nothing():
         return AdamWSW(params, **CONSTANT | options), params
 
     plain, others = build(state_dtype="bfloat16")
-    take_steps(plain, others, 0, 2)
+    run(plain, others, 2)
     inside, params = build()
     optimizer = ScheduleFree(inside)
     optimizer.train()
-    take_steps(optimizer, params, 0, 3)
-    before, groups = snapshot(optimizer, params), copy.deepcopy(optimizer.param_groups)
+    run(optimizer, params, 3)
+    before, groups = tensors_of(optimizer, params), copy.deepcopy(optimizer.param_groups)
     with pytest.raises(ValueError, match="param group 0: "):
         optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert_same(before[0], snapshot(optimizer, params)[0])
+    assert_same(before, tensors_of(optimizer, params))
     for group, old in zip(optimizer.param_groups, groups, strict=True):
         assert {**group, "params": None} == {**old, "params": None}
 

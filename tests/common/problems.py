@@ -123,6 +123,11 @@ def flag_on_device(work, *_):
     return Flag((~all_finite([grad for batch in work for grad in batch.grads])).float())
 
 
+def tensors_of(optimizer, params):
+    """Copies of the weights and of their state."""
+    return [t.detach().clone() for p in params for t in (p, *optimizer.state.get(p, {}).values())]
+
+
 def clones(params):
     """Independent copies of parameters."""
     return [nn.Parameter(p.detach().clone()) for p in params]

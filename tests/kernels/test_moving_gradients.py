@@ -16,7 +16,7 @@ from muonsw.kernels.graphs import GradientReads
 from muonsw.kernels.tables import GraphTables, in_graph, table
 from muonsw.nonfinite import Flag
 from muonsw.work import StepContext
-from tests.common.problems import cosine, matrices, set_gradients
+from tests.common.problems import assert_same, cosine, matrices, set_gradients, tensors_of
 
 SHAPES = [(16, 16), (8, 24), (2, 24, 16), (24, 8)]
 
@@ -105,10 +105,7 @@ def test_one_graph_serves_gradients_at_any_address(algorithm, options, device):
     optimizer, params = trained(algorithm, device, captured=True, **options)
     assert optimizer._replay._replays == 8 - (SETTLED + 2)
     eager, expected = trained(algorithm, device, captured=False, **options)
-    for param, other in zip(params, expected, strict=True):
-        assert torch.equal(param, other)
-        for key, value in optimizer.state[param].items():
-            assert torch.equal(value, eager.state[other][key])
+    assert_same(tensors_of(optimizer, params), tensors_of(eager, expected))
 
 
 @pytest.mark.usefixtures("graphs")
@@ -130,7 +127,7 @@ def test_gradient_addresses_follow_the_order_of_the_parameters(device):
         assert bool(optimizer._replay._replays) == captured
         return params
 
-    assert_equal(run(True), run(False))
+    assert_same(run(True), run(False))
 
 
 @pytest.mark.usefixtures("graphs")
@@ -144,10 +141,10 @@ def test_a_replay_with_bad_gradients_changes_nothing_and_is_reported_as_skipped(
     monkeypatch.setattr("muonsw.step.finite_flag", on_the_device)
     optimizer, params = trained("muon", device, captured=True, steps=6, nonfinite="skip", **options)
     params[2].grad[1, 2, 3] = torch.nan
-    before = [t.detach().clone() for p in params for t in (p, *optimizer.state[p].values())]
+    before = tensors_of(optimizer, params)
     optimizer.step()
     assert optimizer._replay._replays == 2
-    assert_equal([t for p in params for t in (p, *optimizer.state[p].values())], before)
+    assert_same(tensors_of(optimizer, params), before)
     assert optimizer.summary().skipped
     params[2].grad.zero_()
     optimizer.step()
@@ -204,7 +201,7 @@ def test_steps_whose_gradients_torch_reads_are_not_replayed(device, monkeypatch)
     with pytest.warns(UserWarning, match="torch operations read gradients"):
         optimizer, params = trained("adamw", device, captured=True, fused=False)
     assert not optimizer._replay._graphs
-    assert_equal(params, trained("adamw", device, captured=False, fused=False)[1])
+    assert_same(params, trained("adamw", device, captured=False, fused=False)[1])
 
 
 @pytest.mark.usefixtures("graphs")
@@ -213,8 +210,4 @@ def test_steps_are_replayed_by_default(device, monkeypatch):
     monkeypatch.setattr(replay.Replay, "_is_on", always, raising=False)
     optimizer, params = trained("muon", device, captured=True, replay=None)
     assert optimizer._replay._replays
-    assert_equal(params, trained("muon", device, captured=False, replay=None)[1])
-
-
-def assert_equal(actual, expected):
-    assert all(map(torch.equal, actual, expected))
+    assert_same(params, trained("muon", device, captured=False, replay=None)[1])

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from muonsw import AdamWSW, MuonSW
 from muonsw.nonfinite import Flag
+from tests.common.problems import assert_same, tensors_of
 
 SHAPES = [(24, 24), (24, 24), (2, 80, 32), (2, 20, 36), (33, 7)]
 
@@ -183,9 +184,8 @@ def test_a_flag_on_the_device_skips_everything(build, dtype, device, kernels_on,
     start = [p.detach().clone() for p in params]
     optimizer.step()
     assert not any(torch.equal(p.detach(), s) for p, s in zip(params, start, strict=True))
-    before = [v.clone() for p in params for v in (p.detach(), *optimizer.state[p].values())]
+    before = tensors_of(optimizer, params)
     params[1].grad[3, 3] = float("nan")
     bad.fill_(1)
     optimizer.step()
-    after = [v for p in params for v in (p.detach(), *optimizer.state[p].values())]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert_same(tensors_of(optimizer, params), before)
