@@ -163,6 +163,7 @@ def test_groups_without_decay_are_left_alone(norm):
 
 @every
 @norm_rules
+@pytest.mark.usefixtures("known_by")
 def test_skipped_steps_and_steps_at_rate_zero_leave_the_weights(algorithm, norm):
     params = matrices((4, 6))
     optimizer = CLASSES[algorithm][0](params, lr=0.05, weight_decay=0.3, norm=norm, **OPTIONS.get(algorithm, {}))
