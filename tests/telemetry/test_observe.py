@@ -101,7 +101,7 @@ def test_stacked_experts_equal_separate_matrices():
     separate = [nn.Parameter(part.detach().clone()) for expert in stack for part in expert.split((2, 4))]
     ours = MuonSW([stack], lr=0.02, matrix="stack", split_sizes=(2, 4), ns_dtype="float32")
     theirs = MuonSW(separate, lr=0.02, ns_dtype="float32")
-    telemetries = Telemetry(ours, every=1), Telemetry(theirs, every=1)
+    telemetries = [Telemetry(optimizer, every=1, spectral_norm=True) for optimizer in (ours, theirs)]
     for number in range(3):
         set_gradients([stack], number)
         parts = [part for expert in stack.grad for part in expert.split((2, 4))]
@@ -222,18 +222,20 @@ def test_overflowing_values_are_none(large):
 
 
 @pytest.mark.parametrize("build", [MuonSW, torch.optim.AdamW])
-def test_spectral_norms_and_condition_numbers(build):
-    params = matrices((40, 24), (30, 30), (24, 64))
-    optimizer = build(params, lr=0.02)
+def test_matrices_have_spectral_norms_and_condition_numbers_and_vectors_have_none(build):
+    params = matrices((40, 24), (30, 30), (24, 64), (5,))
+    optimizer = build([{"params": params[:3]}, {"params": params[3:], "algorithm": "adamw"}], lr=0.02)
     telemetry = Telemetry(optimizer, every=1, spectral_norm=True, condition=True)
     for number in range(2):
         set_gradients(params, number)
         step = Step(optimizer, params)
-    for values, weight in zip(telemetry.last["parameters"].values(), step.before, strict=True):
-        assert values["spectral_norm"] == pytest.approx(torch.linalg.matrix_norm(weight, ord=2).item(), rel=1e-4)
+    *of_matrices, of_vector = telemetry.last["parameters"].values()
+    norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before[:3]]
+    for values, weight, norm in zip(of_matrices, step.before, norms, strict=False):
+        assert values["spectral_norm"] == pytest.approx(norm, rel=1e-4)
         assert values["condition"] == pytest.approx(torch.linalg.cond(weight).item(), rel=1e-7)
-    norms = [torch.linalg.matrix_norm(weight, ord=2).item() for weight in step.before]
     assert telemetry.last["all"]["spectral_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
+    assert not {"spectral_norm", "condition"} & of_vector.keys()
 
 
 def test_a_singular_weight_has_no_condition_number():
@@ -260,16 +262,3 @@ def test_diverged_weights_have_no_spectrum(value):
     for key in ("spectral_norm", "condition"):
         assert after[first][key] == pytest.approx(before[first][key], rel=1e-2)
         assert bad[second][key] == pytest.approx(before[second][key], rel=1e-2)
-
-
-def test_spectral_norms_of_stacks_and_splits_and_none_of_vectors():
-    params = matrices((3, 8, 6), (5,))
-    groups = [{"params": params[:1], "matrix": "stack", "split_sizes": (2, 6)}]
-    optimizer = MuonSW([*groups, {"params": params[1:], "algorithm": "adamw"}], lr=0.02)
-    telemetry = Telemetry(optimizer, every=1, spectral_norm=True)
-    set_gradients(params, 0)
-    step = Step(optimizer, params)
-    parts = [part for expert in step.before[0] for part in expert.split((2, 6))]
-    expected = sum(torch.linalg.matrix_norm(part, ord=2).item() for part in parts) / 6
-    assert telemetry.last["parameters"]["parameter 0 of group 0"]["spectral_norm"] == pytest.approx(expected, rel=1e-4)
-    assert "spectral_norm" not in telemetry.last["parameters"]["parameter 0 of group 1"]
