@@ -1,4 +1,4 @@
-"""Save on one number of ranks and resume on another."""
+"""Save on one number of ranks and resume on another, also under Schedule-Free."""
 
 import copy
 import warnings
@@ -129,12 +129,31 @@ SCHEDULE_FREE = {"decay": "constant", "schedule_free": True}
     ("copies", "copies", True, COSINE), ("copies", "copies", False, GRADIENT_NORM),
     ("copies", "copies", True, HYPERBALL), ("copies", "plain", False, {}),
     ("shards", "shards", True, SCHEDULE_FREE), ("copies", "copies", False, SCHEDULE_FREE),
+    ("shards", "shards", False, {**SCHEDULE_FREE, "norm": "target"}),
+    ("shards", "shards", False, {**SCHEDULE_FREE, "normalize": "normuon"}),
 ], ids=str)  # fmt: skip
 def test_a_checkpoint_of_four_ranks_resumes_on_fewer(pool, tmp_path, saved, resumed, flatten, options):
     folder = str(tmp_path / "checkpoint")
     assert set(pool.run(save, folder, flatten, saved, **options)) == {saved == "shards"}
     for ranks in (4, 2, 1) if saved == resumed else (1,):
         assert max(pool.run(resume, folder, flatten, resumed, ranks, **options)) < CLOSE
+
+
+def from_copies_to_shards():
+    """Load the full state of replicas into shards; torch distributes it in the order of each rank's state."""
+    full = StateDictOptions(full_state_dict=True)
+    before = build(None, dist.group.WORLD, **SCHEDULE_FREE)
+    after = build(mesh_of(dist.get_world_size()), **SCHEDULE_FREE)
+    train(before, 0, BEFORE)
+    set_model_state_dict(after[0], get_model_state_dict(before[0], options=full), options=full)
+    set_optimizer_state_dict(*after[:2], get_optimizer_state_dict(*before[:2], options=full), options=full)
+    after[2].load_state_dict(before[2].state_dict())
+    train(after, BEFORE, AFTER)
+    return distance(after[0], uninterrupted(**SCHEDULE_FREE))
+
+
+def test_the_full_state_of_replicas_loads_into_shards(pool):
+    assert max(pool.run(from_copies_to_shards)) < CLOSE
 
 
 def from_a_single_process(**options):
