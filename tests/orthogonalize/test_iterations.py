@@ -64,15 +64,6 @@ def test_powers_of_two_change_no_bit(fn):
 
 
 @every
-@pytest.mark.parametrize("shape", [(5, 12), (9, 9), (3, 8, 20)], ids=str)
-def test_transposition_commutes(fn, shape):
-    matrix = random(*shape)
-    torch.testing.assert_close(
-        fn(matrix.mT, steps=5), fn(matrix, steps=5).mT, rtol=0, atol=1e-11 if fn is not exact else 1e-9
-    )
-
-
-@every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_shape_and_dtype_are_preserved_and_zero_stays_zero(fn, dtype):
     for shape in SHAPES:
