@@ -155,17 +155,6 @@ def test_a_later_scheduler_may_raise_the_peak_but_not_lower_it():
     optimizer.step()  # each change is reported once: warnings are errors here
 
 
-def test_load_into_an_optimizer_built_with_another_lr_keeps_the_saved_peak():
-    optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
-    decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 5)
-    other = SGDSW([weight()], lr=0.003, weight_decay=LAMBDA)
-    with pytest.warns(PeakLRWarning, match=r"peak learning rate of 0\.003 and loaded one of 0\.1"):
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert shrinks(other) == pytest.approx([LAMBDA * other.param_groups[0]["lr"] ** 2 / 0.1])
-    other.set_peak_lr(0.2)
-    assert other.param_groups[0]["resolved_peak_lr"] == 0.2
-
-
 def test_a_step_at_lr_zero_before_loading_changes_nothing():
     """Distributed checkpointing fills the state of a fresh optimizer that way."""
     optimizer = MuonSW([param := weight()], lr=0.1, weight_decay=LAMBDA)
@@ -296,13 +285,16 @@ def test_each_raised_peak_of_a_group_with_decay_warns_once(driven):
     assert [group["resolved_peak_lr"] for group in optimizer.param_groups] == [0.5] * 3
 
 
-@pytest.mark.parametrize("peak_lr", [0.2, "running_max"])
-def test_an_explicit_peak_that_a_load_replaces_is_a_warning(peak_lr):
+@pytest.mark.parametrize("built_for", [{"lr": 0.003}, {"peak_lr": 0.2}, {"peak_lr": "running_max"}], ids=str)
+def test_a_load_keeps_the_saved_peak_and_warns_of_another_one(built_for):
     optimizer = SGDSW([weight()], lr=0.1, weight_decay=LAMBDA)
-    shrinks(optimizer)
+    decay_only(optimizer, CosineAnnealingLR(optimizer, 10), 5)
     saved = optimizer.state_dict()
-    with pytest.warns(PeakLRWarning, match=rf"built for .* of {peak_lr!r} and loaded one of 0\.1, which it keeps"):
-        SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=peak_lr).load_state_dict(saved)
+    other = SGDSW([weight()], **{"lr": 0.1, **built_for}, weight_decay=LAMBDA)
+    (value,) = built_for.values()
+    with pytest.warns(PeakLRWarning, match=rf"built for .* of {value!r} and loaded one of 0\.1, which it keeps"):
+        other.load_state_dict(copy.deepcopy(saved))
+    assert shrinks(other) == pytest.approx([LAMBDA * other.param_groups[0]["lr"] ** 2 / 0.1])
     SGDSW([weight()], lr=0.1, weight_decay=LAMBDA, peak_lr=0.1).load_state_dict(saved)
 
 
