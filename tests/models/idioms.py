@@ -36,17 +36,6 @@ def perceptron():
 
 
 @idiom
-def lenet():
-    convolutions = {"conv1": nn.Conv2d(1, 6, 5), "conv2": nn.Conv2d(6, 16, 5)}
-    return holds(**convolutions, fc1=nn.Linear(400, 120), fc2=nn.Linear(120, 84), fc3=nn.Linear(84, 10))
-
-
-@idiom
-def head_without_a_name():
-    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50))
-
-
-@idiom
 def tied_head_first():
     model = holds(unembed=nn.Linear(8, 50, bias=False), body=nn.Linear(8, 8, bias=False), embed=nn.Embedding(50, 8))
     model.unembed.weight = model.embed.weight
@@ -196,11 +185,6 @@ def numbered_heads():
 
 
 @idiom
-def classification_head():
-    return holds(body=nn.Linear(16, 16), classifier=holds(dense=nn.Linear(16, 16), out_proj=nn.Linear(16, 3)))
-
-
-@idiom
 def regression():
     return holds(body=nn.Sequential(nn.Linear(1, 16), nn.Linear(16, 16)), value=nn.Linear(16, 1))
 
@@ -217,12 +201,6 @@ def depthwise_convolutions():
         up=nn.ConvTranspose2d(16, 8, 2),
         grouped_up=nn.ConvTranspose2d(16, 32, 2, groups=4),
     )
-
-
-@idiom
-def segmentation():
-    body = {"stem": nn.Conv2d(3, 16, 3), "norm": nn.BatchNorm2d(16), "body": nn.Conv2d(16, 16, 3)}
-    return holds(**body, outc=holds(conv=nn.Conv2d(16, 5, 1)))
 
 
 @idiom
@@ -442,13 +420,6 @@ class Declares(Holder):
 @idiom
 def declared_classifier():
     return Declares(body=nn.Linear(16, 16), out=nn.Linear(16, 16), weird=parameter(16, 16))
-
-
-@idiom
-def codebooks():
-    tables = nn.ModuleList(nn.Embedding(40, 16) for _ in range(3))
-    body = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
-    return holds(embed=tables, body=body, lm_heads=nn.ModuleList(nn.Linear(16, 40, bias=False) for _ in range(3)))
 
 
 @idiom
