@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 @pytest.mark.parametrize("cautious", [False, True])
 @pytest.mark.parametrize(("form", "nesterov"), [("heavy_ball", False), ("heavy_ball", True), ("ema", False)])
-def test_muon_algorithm_one(form, nesterov, cautious):
+def test_muon_is_algorithm_one(form, nesterov, cautious):
     """Algorithm 1 is heavy-ball without Nesterov and an exact polar factor."""
     params, shared = matrices((5, 5), (3, 8), (8, 3), dtype=torch.float64), {"nesterov": nesterov, "cautious": cautious}
     decay, heavy_ball = partial(Decay, "scaled", 0.3, PEAK), form == "heavy_ball"
@@ -52,7 +52,7 @@ CASES = {
 
 @pytest.mark.parametrize(("rule", "dtype"), RULES_IN_DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_every_decay_rule_over_a_cosine(name, rule, dtype):
+def test_every_decay_rule_matches_the_reference_over_a_cosine(name, rule, dtype):
     build, options, reference, shapes = CASES[name]
     params, lam = matrices(*shapes, dtype=dtype), LAMBDA.get(rule, 0.3)
     references = [reference(p.detach(), Decay(rule, lam, PEAK, STEPS)) for p in params]
@@ -74,7 +74,9 @@ def test_every_decay_rule_over_a_cosine(name, rule, dtype):
     chunk_bytes=st.sampled_from([1, 500, None]),
     seed=st.integers(0, 99),
 )
-def test_muon_on_random_shapes(shape, experts, rule, lam, beta, nesterov, form, cautious, chunk_bytes, seed):
+def test_any_shape_and_option_matches_the_reference(
+    shape, experts, rule, lam, beta, nesterov, form, cautious, chunk_bytes, seed
+):
     """Any shape, stack, option and chunking gives what one matrix at a time gives."""
     full = (experts, *shape) if experts else shape
     (param,) = matrices(full, dtype=torch.float64, seed=seed)

@@ -41,7 +41,7 @@ class WithoutBfloat16(TorchDispatchMode):
     ("scale", "torch_scale"),
     [("match_rms_adamw", "match_rms_adamw"), ("original", "original"), ("spectral", "spectral_unclamped")],
 )
-def test_muon(pair, nesterov, scale, torch_scale):
+def test_muon_equals_torchs(pair, nesterov, scale, torch_scale):
     """Without torch's bfloat16 the two agree to float32 rounding, close enough to reveal a missing decay."""
     if torch_scale == "spectral_unclamped" and torch.__version__ < (2, 14):
         pytest.skip("torch has it since 2.14")
@@ -55,7 +55,7 @@ def test_muon(pair, nesterov, scale, torch_scale):
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_sgd_with_decay_applied_apart(pair, momentum, nesterov):
+def test_sgd_equals_torchs_with_decay_applied_apart(pair, momentum, nesterov):
     ours, theirs = pair
     optimizer = SGDSW(ours, lr=0.05, weight_decay=0.1, decay="constant", momentum=momentum, nesterov=nesterov)
     run(optimizer, ours, 60, schedule=SCHEDULE)

@@ -136,7 +136,7 @@ def test_a_saved_run_resumes_bit_for_bit(name, form, tmp_path):
 @pytest.mark.parametrize(("form", "bytes_an_element"), [
     ({}, 4), ({"state_dtype": "bfloat16"}, 2), ({"state_dtype": "int8"}, 1.02), ({"offload": True}, 0),
 ])  # fmt: skip
-def test_memory_on_the_device(form, bytes_an_element):
+def test_state_takes_the_documented_memory_of_the_device(form, bytes_an_element):
     """Between steps only weights, gradients and state remain; during one, at most ten times `chunk_bytes` more."""
     shapes, chunk = ((1024, 4096),) * 8, 2**25
     torch.cuda.empty_cache()  # the allocator may hand out larger blocks than asked for, and counts all of them

@@ -84,7 +84,7 @@ def test_rounding_is_the_same_on_every_device():
         assert torch.equal(stochastic_round(x, dtype, seed), stochastic_round(x.cuda(), dtype, seed.cuda()).cpu())
 
 
-def test_fp16_training_under_a_grad_scaler():
+def test_fp16_training_under_a_grad_scaler_learns():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
     optimizer = MuonSW.for_model(model, lr=0.01)
@@ -243,7 +243,7 @@ def test_steps_under_another_default_dtype_are_the_same(algorithm, below, option
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize(("algorithm", "options"), EAGER_AND_REPLAYED, ids=str)
-def test_a_model_on_another_device_than_the_current_one(algorithm, options, monkeypatch):
+def test_a_model_trains_on_another_device_than_the_current_one(algorithm, options, monkeypatch):
     expected = trained_at_once(algorithm, 0, monkeypatch, device="cuda:0", **options)
     actual = trained_at_once(algorithm, 0, monkeypatch, device="cuda:1", **options)
     assert torch.cuda.current_device() == 0
@@ -288,7 +288,7 @@ def test_a_bad_gradient_on_a_busy_gpu_skips_weights_on_the_host(places):
     assert all(map(torch.equal, params, before))
 
 
-def test_more_matrices_than_a_grid_has_rows():
+def test_more_matrices_than_a_grid_has_rows_move_like_fewer():
     """A chunk of 70,000 matrices moves them like chunks of at most 65,535, the limit of a grid's second axis."""
 
     def trained(**options):

@@ -162,7 +162,7 @@ def test_stepping_weights_on_the_meta_device_is_refused():
         optimizer.step()
 
 
-def test_every_way_of_passing_parameters():
+def test_parameters_may_be_passed_in_every_way_that_torch_takes():
     model = nn.Linear(4, 4, bias=False)
     group = {"params": model.weight, "lr": 0.1}
     for params in (

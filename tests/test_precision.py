@@ -96,7 +96,7 @@ def test_noise_is_a_known_hash_of_seed_and_place():
         assert torch.equal(part, whole[origin : origin + 10])
 
 
-def test_automatic_product_dtype(monkeypatch):
+def test_the_fastest_accurate_dtype_of_products_is_chosen(monkeypatch):
     cpu, mps = torch.device("cpu"), torch.device("mps")
     assert product_dtype("auto", torch.float64, cpu) == torch.float64
     assert product_dtype("auto", torch.float32, mps) == torch.float32

@@ -77,7 +77,7 @@ def counted(kind, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["shards", "columns"])
-def test_bytes_of_sharded_matrices(pool, kind, ranks):
+def test_sharded_matrices_send_the_documented_bytes(pool, kind, ranks):
     answers = [answer for answer in pool.run(counted, kind, ranks) if answer]
     mean = sum(received for received, _ in answers) / ranks
     assert mean == pytest.approx(2 * (ranks - 1) / ranks**2 * BYTES, rel=0.05)
@@ -87,7 +87,7 @@ def test_bytes_of_sharded_matrices(pool, kind, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["copies", "replicated"])
-def test_bytes_of_replicated_matrices(pool, kind, ranks):
+def test_replicated_matrices_send_the_documented_bytes(pool, kind, ranks):
     answers = [answer for answer in pool.run(counted, kind, ranks) if answer]
     mean = sum(received for received, _ in answers) / ranks
     assert mean == pytest.approx((ranks - 1) / ranks * BYTES, rel=0.05)

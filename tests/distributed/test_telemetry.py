@@ -131,7 +131,7 @@ def low_precision(sharded, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["muon", "adamw", "soap"])
-def test_intended_updates_of_sharded_low_precision_weights(pool, algorithm):
+def test_updates_of_sharded_low_precision_weights_are_measured_before_rounding(pool, algorithm):
     """Rank 3 has an empty shard of the last parameter and no gradient for it."""
     alone = pool.run(low_precision, False, algorithm)[0]
     for together in pool.run(low_precision, True, algorithm):

@@ -38,7 +38,7 @@ def assert_follows(optimizer, params, grads, weights, **close):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_members(name):
+def test_members_follow_their_authors(name):
     """Tolerances cover the authors' epsilons.
 
     They add 1e-7 to norms of momenta, which are above 1e3 here: a relative change of 1e-10. Muon^2 and AdaMuon
@@ -52,7 +52,7 @@ def test_members(name):
     assert_follows(optimizer, params, data["grads"], data["after"], rtol=0, atol=close * theirs["lr"])
 
 
-def test_lion():
+def test_lion_follows_its_authors():
     data = recorded("lion")
     first, *weights = data["weights"]
     params = [nn.Parameter(wide(weight)) for weight in first]
@@ -62,7 +62,7 @@ def test_lion():
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_aurora(number):
+def test_aurora_follows_its_authors(number):
     """The authors' floor of 1e-7 under norms has no effect: rows here are longer, and the polynomial converges."""
     run = recorded("aurora")["runs"][number]
     first, *weights = run["weights"]
@@ -73,7 +73,7 @@ def test_aurora(number):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_dion2(number):
+def test_dion2_follows_its_authors(number):
     data = recorded("dion2")
     options, run = data["options"], data["runs"][number]
     first, *weights = run["weights"]
@@ -90,7 +90,7 @@ RUNS = [(name, run) for name in ("soap", "shampoo", "kl_shampoo", "asgo") for ru
 
 
 @pytest.mark.parametrize(("name", "run"), RUNS)
-def test_algorithms_with_factors(name, run):
+def test_algorithms_with_factors_follow_their_authors(name, run):
     """Decay is added to the recorded steps: the same fraction at every step, including the first."""
     shape, lr, options, weights = run["shape"], run["lr"], run["options"], run["weights"]
     param, decayed = nn.Parameter(start(shape)), nn.Parameter(start(shape))
@@ -110,7 +110,7 @@ def test_algorithms_with_factors(name, run):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_kl_shampoo_with_roots_in_float16(number):
+def test_kl_shampoo_with_roots_in_float16_follows_its_authors(number):
     """The bound: two roots take ten steps of three products, each of which rounds its operands to eleven bits."""
     run = recorded("kl_shampoo")["runs"][number]
     (m, n), expected, weight = run["shape"], torch.tensor(run["float16_weights"]), start(run["shape"]).float()
@@ -138,7 +138,7 @@ def latent(q, kv):
 
 
 @pytest.mark.parametrize("layout", [grouped, latent], ids=lambda layout: layout.__name__)
-def test_qk_clip_of_megatron(layout):
+def test_qk_clip_scales_as_megatrons(layout):
     """Logits and factors are float32, which gives errors of a few times 6e-8."""
     data = recorded("qk_clip")
     case = data[layout.__name__]

@@ -28,7 +28,7 @@ NEARLY_SQUARE = [(6, 6), (4, 5), (5, 4), (6, 6), (1, 2), (2, 1), (1, 1)]
         (torch.float32, "float64", 2e-4),
     ],
 )
-def test_members(name, dtype, state_dtype, close):
+def test_members_follow_their_references(name, dtype, state_dtype, close):
     if "soap" in name and (dtype, state_dtype) != (torch.float64, "auto"):
         pytest.skip("rounding decides which of two near eigenvalues comes first")
     params = matrices(*(NEARLY_SQUARE if "soap" in name else SHAPES), dtype=dtype)
@@ -53,7 +53,7 @@ SCALES = {"match_rms_adamw": lambda m, n: 0.2 * max(m, n) ** 0.5, "spectral": la
     ids=str,
 )
 @pytest.mark.parametrize("scale", SCALES)
-def test_muonbp(period, blocks, sizes, axis, scale):
+def test_muonbp_follows_its_reference(period, blocks, sizes, axis, scale):
     """Heavy ball without Nesterov, as in the paper."""
     params = matrices((8, 6), (8, 6), dtype=torch.float64)
     references = [

@@ -109,7 +109,7 @@ def test_a_compiled_model_trains_and_resumes_like_the_plain_one(tmp_path):
     assert_same(resumed.go(3, STEPS), actual)
 
 
-def test_both_ways_of_clipping(accelerator):
+def test_our_clipping_and_accelerates_both_work(accelerator):
     run, seen = Run(accelerator), []
 
     def ours(run):
@@ -137,7 +137,7 @@ def test_accumulated_steps_are_those_of_the_larger_batch():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_bf16_autocast():
+def test_under_bf16_autocast_state_stays_float32():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     run = Run(accelerator)
     run.go(0, 3)

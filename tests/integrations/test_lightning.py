@@ -158,7 +158,7 @@ def test_a_compiled_network_trains_and_resumes_like_the_plain_one(tmp_path):
     assert_same(weights(whole), weights(resumed))
 
 
-def test_bf16_autocast(tmp_path):
+def test_under_bf16_autocast_state_stays_float32(tmp_path):
     trainer, _ = fit(tmp_path, precision="bf16-mixed")
     optimizer = trainer.optimizers[0]
     assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}

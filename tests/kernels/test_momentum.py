@@ -40,7 +40,7 @@ def by_torch(group, grads, momenta, squares=()):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("form", ["ema", "heavy_ball"])
 @pytest.mark.parametrize("shape", [(60, 71), (1, 3)], ids=str)
-def test_equal_matrices(shape, form, nesterov, maximize, device):
+def test_momenta_of_equal_matrices_match(shape, form, nesterov, maximize, device):
     grads = [torch.randn(2, *shape), *(torch.randn(shape) * scale for scale in SCALES)]
     momenta = [(torch.randn_like(g) * float(g.abs().max())).to(device) for g in grads]
     grads = [g.to(device) for g in grads]
@@ -56,7 +56,7 @@ def test_equal_matrices(shape, form, nesterov, maximize, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_gradients_and_momenta(dtype, device):
+def test_momenta_of_low_precision_gradients_match(dtype, device):
     grads, momenta = ([torch.randn(40, 56).to(device, dtype) for _ in range(3)] for _ in range(2))
     group, eps = {**GROUP, "momentum_form": "heavy_ball", "nesterov": False}, torch.finfo(dtype).eps
     after, ahead, _ = by_torch(group, grads, momenta)
@@ -68,7 +68,7 @@ def test_low_precision_gradients_and_momenta(dtype, device):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_preconditioners_of_equal_matrices(name, device):
+def test_preconditioners_of_equal_matrices_match(name, device):
     """Rows of very different norms, one of them zero; the second matrix is tiny, the last zero."""
     grads = (
         torch.randn(3, 33, 300) * torch.linspace(0.01, 2, 33)[:, None] * torch.tensor([1.0, 1e-12, 0.0])[:, None, None]
@@ -88,7 +88,7 @@ PLAIN = [(None, form, nesterov) for form in ("ema", "heavy_ball") for nesterov i
 
 
 @pytest.mark.parametrize(("name", "form", "nesterov"), [*PLAIN, ("sign", "ema", False), ("muon2", "ema", True)])
-def test_tensors_of_any_shapes(name, form, nesterov, device):
+def test_momenta_of_tensors_of_any_shapes_match(name, form, nesterov, device):
     """Including blocks of rows and of columns, which are not contiguous."""
     shapes = [(5,), (2, 40, 30), (3000,), (7, 9), (50, 60), (2, 8, 6)]
     grads, momenta, squares = ([torch.rand(s, device=device) for s in shapes] for _ in range(3))
@@ -107,7 +107,7 @@ def test_tensors_of_any_shapes(name, form, nesterov, device):
     assert not advance_momenta(GROUP, [grads[4]], [momenta[4].contiguous()], [], None, None)
 
 
-def test_matrices_in_every_layout_that_a_kernel_reads(device):
+def test_addresses_of_matrices_in_every_layout_that_a_kernel_reads(device):
     stack, block = torch.randn(2, 8, 6, device=device), torch.randn(2, 16, 6, device=device)[:, :8]
     layout = runs([stack[1], stack, stack.view(2, 4, 12), block, stack[:1].expand(2, 8, 6)], 48)
     matrices = [stack[1], *stack, *stack, *block, stack[0], stack[0]]

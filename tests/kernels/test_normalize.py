@@ -24,7 +24,7 @@ SHAPES = [(33, 300), (40, 20), (20, 530)]
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_two_steps(shape, options, dtype, transposed, device):
+def test_two_steps_equal_those_of_the_members(shape, options, dtype, transposed, device):
     """Three matrices whose rows have very different norms, one of them zero; the last matrix is zero."""
     U = torch.randn(3, *shape) / shape[1] ** 0.5 * torch.linspace(0.01, 2, shape[0])[:, None]
     U[0, 0], U[2] = 0, 0

@@ -71,14 +71,14 @@ MUON = [
 
 
 @pytest.mark.parametrize("options", MUON, ids=str)
-def test_muon(options, device, kernels_on):
+def test_muon_matches_steps_without_kernels(options, device, kernels_on):
     # AdaMuon divides small elements by the roots of their squares, which amplifies their rounding
     bound = 5e-4 if options.get("normalize") != "adamuon" else 3e-3
     assert largest_difference(lambda p: muon(p, **options), device, torch.float32, kernels_on) < bound
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": "normuon", "precondition": "muon2"}], ids=str)
-def test_muon_in_low_precision(options, device, kernels_on):
+def test_muon_in_low_precision_matches_steps_without_kernels(options, device, kernels_on):
     # a few stochastically rounded weights differ by 2^-8, where the noise falls between the two
     assert largest_difference(lambda p: muon(p, **options), device, torch.bfloat16, kernels_on) < 4e-3
 
@@ -89,7 +89,7 @@ def test_muon_in_low_precision(options, device, kernels_on):
     [{}, {"normalize": "normuon"}, {"normalize": "adamuon"}, {"precondition": "muon2"}, {"precondition": "equalize"}],
     ids=str,
 )
-def test_blocks_of_one_matrix(slot, split_dim, device, kernels_on):
+def test_blocks_of_one_matrix_match_steps_without_kernels(slot, split_dim, device, kernels_on):
     """Blocks along the second axis have gaps between their rows."""
 
     def build(params):
@@ -148,7 +148,7 @@ def test_gradients_of_a_stack_in_any_layout(layout, device, kernels_on):
     ],
     ids=str,
 )
-def test_adamw(options, dtype, device, kernels_on):
+def test_adamw_matches_steps_without_kernels(options, dtype, device, kernels_on):
     # float32 differs by the order of a few operations. Low precision is rounded with the same noise, but a few elements
     # in a thousand round the other way; likewise stochastically rounded state.
     bound = 1e-6 if dtype == torch.float32 and not options.get("state_dtype") else 3e-4

@@ -19,7 +19,7 @@ from tests.family import references
     zero_row=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_equal_to_the_reference(rows, columns, iterations, beta, zero_row, seed):
+def test_it_equals_the_reference(rows, columns, iterations, beta, zero_row, seed):
     """Zero rows stay zero."""
     generator = torch.Generator().manual_seed(seed)
     batch = torch.randn(2, rows, columns, generator=generator, dtype=torch.float64)

@@ -144,7 +144,7 @@ def test_zeros_nan_and_infinities_stay_in_their_matrix(fn):
 
 
 @every
-def test_errors_are_clear(fn):
+def test_unfit_arguments_are_refused(fn):
     with pytest.raises(ValueError, match=r"\(\.\.\., m, n\).*\(5,\)"):
         fn(torch.ones(5), steps=5)
     with pytest.raises(ValueError, match="real floating-point"):
@@ -238,7 +238,7 @@ SIGMA = torch.logspace(-2.8239, 0, 200_001, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", RECORD["sets"])
-def test_equal_to_the_authors(name):
+def test_coefficient_sets_give_the_authors_results(name):
     """In float64 exactly; in their dtype with errors of similar size, because both round at different places."""
     dtype = torch.float32 if name == "polar_express" else torch.bfloat16
     results = RECORD["sets"][name]
@@ -264,7 +264,7 @@ def test_equal_to_the_authors(name):
         ("simple_quintic", 12, 1 - 1e-6, 1 + 1e-6, 4096.0),
     ],
 )
-def test_documented_interval_and_slope(name, steps, low, high, slope):
+def test_singular_values_end_in_the_documented_interval(name, steps, low, high, slope):
     values = mapped(COEFFICIENT_SETS[name], steps, SIGMA)
     assert low <= values.min() < low + 2e-4
     assert high - 2e-4 < values.max() <= high

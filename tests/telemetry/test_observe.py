@@ -20,7 +20,7 @@ PAIRS = dict.fromkeys([(name, "scaled") for name in ALGORITHMS] + [("muon", rule
 
 
 @pytest.mark.parametrize(("algorithm", "decay"), PAIRS)
-def test_values_of_our_optimizers(algorithm, decay):
+def test_values_of_our_optimizers_are_those_of_float64(algorithm, decay):
     params = matrices((12, 8), (8, 8), (3, 6, 4))
     lam = LAMBDA.get(decay, 0.3)
     groups = [
@@ -80,7 +80,7 @@ FOREIGN = [torch.optim.AdamW, torch.optim.Muon, partial(torch.optim.Adam, decoup
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("build", FOREIGN, ids=["AdamW", "Muon", "Adam, decoupled"])
-def test_values_of_torchs_decoupled_optimizers(build, scaled):
+def test_values_of_torchs_decoupled_optimizers_are_those_of_float64(build, scaled):
     params = matrices((12, 8), (8, 8))
     optimizer = build(params, lr=0.05, weight_decay=0.3)
     telemetry = Telemetry(optimizer, every=1)
@@ -147,7 +147,7 @@ def test_whole_matrix_steps_of_muonbp_are_measured_as_whole_matrices():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_intended_updates_of_low_precision_weights(algorithm):
+def test_updates_of_low_precision_weights_are_measured_before_rounding(algorithm):
     """They equal those of float32 weights with the same gradients."""
 
     def record(dtype):

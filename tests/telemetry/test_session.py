@@ -237,7 +237,7 @@ def test_a_step_that_raises_is_not_counted():
     assert [record["step"] for record in telemetry.records] == [1, 2]
 
 
-def test_names_roles_and_layers():
+def test_names_roles_and_layers_come_from_the_optimizer_or_the_model():
     model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 12, bias=False))
     roles = {"embedding", "hidden", "bias", "norm", "head"}
     numbered = ["0", "1", "2", "3"]
