@@ -101,25 +101,6 @@ def trained(optimizer, params, steps, start=0):
     optimizer.eval()
 
 
-@pytest.mark.parametrize("algorithm", CLASSES)
-def test_it_resumes_bit_for_bit(algorithm):
-    def build(params):
-        options = {"normalize": "normuon"} if algorithm == "normuon" else {}
-        return ScheduleFree(CLASSES[algorithm][0](params, **CONSTANT, **options), warmup_steps=5)
-
-    params = matrices((4, 6), (6, 6))
-    optimizer = build(params)
-    trained(optimizer, params, 8)
-    resumed, saved = clones(params), copy.deepcopy(optimizer.state_dict())
-    other = build(resumed)
-    other.load_state_dict(saved)
-    assert not other.training
-    trained(optimizer, params, 4, start=8)
-    trained(other, resumed, 4, start=8)
-    assert_same(params, resumed)
-    assert [group["averaged_steps"] for group in other.param_groups] == [12]
-
-
 @pytest.mark.parametrize("joined", [False, True], ids=["there from the start", "in place of another group"])
 def test_a_state_saved_in_training_mode_resumes_in_it(joined):
     params = matrices((5, 4), dtype=torch.float64)
