@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, clip_optimizer_grads_
+from muonsw import ALGORITHMS, DECAY_RULES, NORM_RULES, AdamWSW, MuonSW, ScheduleFree, clip_optimizer_grads_
 from tests.common.problems import RULE_OPTIONS
 from tests.distributed.pool import Pool
 from tests.distributed.problems import (
@@ -24,7 +24,9 @@ from tests.distributed.problems import (
     far,
     give_plain,
     give_sharded,
+    gradient,
     groups_of,
+    initial,
     mesh_of,
     parameters,
     plain,
@@ -222,6 +224,26 @@ def test_a_gradient_missing_on_one_rank_is_clipped_as_zero(pool):
     for rank, (norm, squares) in enumerate(pool.run(clipped_without_a_gradient_on_rank_one, timeout=20)):
         assert norm == pytest.approx((3 * 16 - 4) ** 0.5)
         assert squares == [44, None if rank == 1 else 44, 44]
+
+
+def averaged_without_a_gradient_on_rank_one():
+    """Return the distance of Schedule-Free's parameters from one process, whose gradient is zero in those rows."""
+    values = initial((8, 3), 0)
+    params = [nn.Parameter(value) for value in (values, distribute_tensor(values.clone(), mesh_of(4), [Shard(0)]))]
+    alone, together = (ScheduleFree(AdamWSW([param], lr=PEAK, decay="constant")) for param in params)
+    for optimizer in (alone, together):
+        optimizer.train()
+    for step in range(3):
+        params[0].grad = gradient((8, 3), step, 0)
+        params[0].grad[2:4] = 0
+        params[1].grad = None if dist.get_rank() == 1 else give_sharded(params[1], params[0].grad)
+        alone.step()
+        together.step()
+    return worst(together, alone)
+
+
+def test_a_gradient_missing_on_one_rank_is_averaged_as_zero(pool):
+    assert max(pool.run(averaged_without_a_gradient_on_rank_one, timeout=20)) < CLOSE
 
 
 def swapped_after_construction():
