@@ -1,4 +1,4 @@
-"""Decay, move and round weights; and do only that, along directions that were computed before.
+"""Decay, move and round weights: the end of AdamW's kernel, and a kernel of its own for directions computed before.
 
 One launch works on a list of tensors, each a column of an address table. Its rows: the weight; for stochastic rounding
 the step counter, the noise key and the position of the first element; other integers; the kernel's other inputs; the

@@ -176,15 +176,13 @@ class Advise:
                 verdict, answer = "large", f"Your total decay of {total:.2g} is large: about {BEST:g} is best."
         else:
             note = "Our runs trained language models from scratch; we tuned no lambda for other training."
+            limit = f"keep total decay below {IDLE:g}"
             if total is None:
-                verdict, answer = (
-                    "",
-                    f"We have no lambda to recommend for {self.training}; keep total decay below {IDLE:g}.",
-                )
+                verdict, answer = "", f"We have no lambda to recommend for {self.training}; {limit}."
             elif total < IDLE:
                 verdict, answer = "", "Decay is too weak to matter in this run; leave lambda as it is."
             else:
-                verdict, answer = "large", f"Lower your lambda: keep total decay below {IDLE:g} (now {total:.2g})."
+                verdict, answer = "large", f"Lower your lambda: {limit} (now {total:.2g})."
         return Advice(answer, verdict, total, None, None, (note,))
 
 

@@ -148,18 +148,18 @@ def best_gaps(losses: Losses, baseline: Losses) -> list[float]:
 
 def judge_cell(cell: GridCell, runs: Runs) -> list[Claim]:
     """Compare the rules at the best lambda of each, and at the largest lambda."""
-    losses, id, claims = cell.losses(runs), slug(cell.key), []
+    losses, name, claims = cell.losses(runs), slug(cell.key), []
     constant = losses[CONSTANT]
     for rule in (rule for rule in losses if rule != CONSTANT):
         words = f"{cell.key}: {rule} minus constant decay, each at its best, in nats"
         gap = over_seeds(best_gaps(losses[rule], constant))
-        claims.append(below(f"{id}-{rule}-best", words, BEYOND, gap, 0.0, EXACT))
+        claims.append(below(f"{name}-{rule}-best", words, BEYOND, gap, 0.0, EXACT))
     if cell.over == "lr":
         return claims
     if SCALED in losses and len(shared := sorted(losses[SCALED].keys() & constant.keys())) > 1:
         words = f"{cell.key}: scaled minus constant decay at lambda {shared[-1]:g}, the largest of both, in nats"
         gaps = [a - b for a, b in zip(losses[SCALED][shared[-1]], constant[shared[-1]], strict=False)]
-        claims.append(below(f"{id}-largest", words, BEYOND, over_seeds(gaps), 0.0, EXACT))
+        claims.append(below(f"{name}-largest", words, BEYOND, over_seeds(gaps), 0.0, EXACT))
     return claims
 
 
